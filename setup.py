@@ -1,0 +1,59 @@
+"""Builds tpkernels._core with CMake and ninja; everything else is in pyproject.toml.
+
+CMake is the only place that lists sources and flags.  This file configures it in a build folder that is kept between in-place builds,
+limits the jobs by free memory (the SIMD kernels need about 1 GiB a compiler), and honours MAX_JOBS, CMAKE_ARGS and DEBUG.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent.resolve()
+BYTES_PER_JOB = 1 << 30
+
+
+def parallel_jobs() -> int:
+    """MAX_JOBS, or as many jobs as cores and free memory allow."""
+    if "MAX_JOBS" in os.environ:
+        return max(1, int(os.environ["MAX_JOBS"]))
+    jobs = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        free = jobs * BYTES_PER_JOB
+    return max(1, min(jobs, free // BYTES_PER_JOB))
+
+
+class CMakeBuild(build_ext):
+    """setuptools asks for one extension; CMake puts it where setuptools expects it."""
+
+    def build_extension(self, ext: Extension) -> None:
+        output = Path(self.get_ext_fullpath(ext.name)).resolve().parent
+        # One persistent folder for in-place builds (a rebuild is `ninja -C build/inplace`), a temporary one for wheels.
+        build = ROOT / "build" / "inplace" if self.inplace or self.editable_mode else Path(self.build_temp).resolve()
+        build.mkdir(parents=True, exist_ok=True)
+        cache = build / "CMakeCache.txt"
+        if cache.exists():  # an isolated build's Python and ninja are gone the next time; ninja's own state stays valid
+            cache.unlink()
+        configure = [
+            *("cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"),
+            f"-DCMAKE_BUILD_TYPE={'Debug' if os.environ.get('DEBUG') == '1' else 'Release'}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-DTERAPIPE_OUTPUT_DIR={output}",
+            *shlex.split(os.environ.get("CMAKE_ARGS", "")),
+        ]
+        for command in (configure, ["cmake", "--build", str(build), "--parallel", str(parallel_jobs())]):
+            try:
+                subprocess.run(command, check=True)
+            except (OSError, subprocess.CalledProcessError) as error:
+                raise SystemExit(f"terapipe: building {ext.name} failed in: {shlex.join(command)}\n{error}") from error
+
+
+setup(ext_modules=[Extension("tpkernels._core", sources=[])], cmdclass={"build_ext": CMakeBuild})
