@@ -1,0 +1,200 @@
+"""One decoder as a list of layers, GPT-2/3 or Llama by config. Slices flow through it; attention reaches earlier slices by its cache.
+
+Every layer is `forward(hidden, cache, mask, positions) -> hidden`: hidden is token ids int64 [batch, tokens] for the first layer and
+[batch, tokens, hidden] after it; cache is what the layer's `make_cache` returned, or None; mask is the tpkernels.Mask of the whole
+micro; positions int64 [batch or 1, tokens] are document-relative. The head returns logits [batch, tokens, vocab].
+
+The trap: a weight's first value depends on (seed, its global name) and nothing else, so any cut into stages starts from the same model.
+Never draw from a generator that two parameters share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from terapipe.models.config import EMBEDDING, HEAD, ModelConfig, tied_parameters
+from terapipe.models.rotary import RotaryAngles, rotate
+from tpkernels import Mask, PrefixCache, prefix_attention
+
+__all__ = ["Block", "Embedding", "Head", "check_tokens", "layers", "tied_parameters"]
+
+DeviceLike = torch.device | str | None
+
+
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm over the last dimension, statistics in fp32 at least."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: DeviceLike) -> None:
+        super().__init__()
+        self.shape = (config.hidden,)
+        self.eps = config.norm_eps
+        self.rms = config.norm == "rmsnorm"
+        self.weight = nn.Parameter(torch.empty(config.hidden, dtype=dtype, device=device))
+        with_bias = config.bias and not self.rms
+        self.bias = nn.Parameter(torch.empty(config.hidden, dtype=dtype, device=device)) if with_bias else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.rms:
+            return F.rms_norm(hidden, self.shape, self.weight, self.eps)
+        return F.layer_norm(hidden, self.shape, self.weight, self.bias, self.eps)
+
+
+class Embedding(nn.Module):
+    """Token ids [batch, tokens] -> hidden [batch, tokens, hidden], plus learned positions if the config has them."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: DeviceLike) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab, config.hidden, dtype=dtype, device=device)
+        learned = config.position == "learned"
+        self.positions = nn.Embedding(config.max_tokens, config.hidden, dtype=dtype, device=device) if learned else None
+
+    def forward(self, hidden: Tensor, cache: None, mask: Mask | None, positions: Tensor) -> Tensor:
+        embedded: Tensor = self.tokens(hidden)
+        return embedded if self.positions is None else embedded + self.positions(positions)
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block: attention over prefix and slice, then the MLP, each added to the residual."""
+
+    def __init__(
+        self, config: ModelConfig, angles: RotaryAngles | None, *, dtype: torch.dtype, device: DeviceLike
+    ) -> None:
+        super().__init__()
+        linear = partial(nn.Linear, bias=config.bias, dtype=dtype, device=device)
+        hidden, query, keys = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.kv_heads, self.head_dim = config.kv_heads, config.head_dim
+        self.angles = angles
+        self.attention_norm = Norm(config, dtype=dtype, device=device)
+        self.query = linear(hidden, query)
+        self.key = linear(hidden, keys)
+        self.value = linear(hidden, keys)
+        self.output = linear(query, hidden)
+        self.mlp_norm = Norm(config, dtype=dtype, device=device)
+        self.gate = linear(hidden, config.ffn_hidden) if config.mlp == "swiglu" else None
+        self.up = linear(hidden, config.ffn_hidden)
+        self.down = linear(config.ffn_hidden, hidden)
+
+    def make_cache(
+        self,
+        batch: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        accumulator: Any = None,
+    ) -> PrefixCache:
+        """The prefix cache of one micro: `capacity` tokens of `batch` sequences. The accumulator may be shared by micros."""
+        return PrefixCache(
+            batch, capacity, self.kv_heads, self.head_dim, dtype=dtype, device=device, accumulator=accumulator
+        )
+
+    def forward(self, hidden: Tensor, cache: PrefixCache | None, mask: Mask | None, positions: Tensor) -> Tensor:
+        hidden = hidden + self.attention(self.attention_norm(hidden), cache, mask, positions)
+        return hidden + self.mlp(self.mlp_norm(hidden))
+
+    def attention(self, hidden: Tensor, cache: PrefixCache | None, mask: Mask | None, positions: Tensor) -> Tensor:
+        batch, tokens, _ = hidden.shape
+        by_head = (batch, tokens, -1, self.head_dim)
+        q, k = self.query(hidden).view(by_head), self.key(hidden).view(by_head)
+        if self.angles is not None:
+            turns = self.angles(positions, dtype=q.dtype)
+            q, k = rotate(q, turns), rotate(k, turns)
+        out = prefix_attention(q, k, self.value(hidden).view(by_head), cache, mask=mask)
+        return self.output(out.reshape(batch, tokens, -1))
+
+    def mlp(self, hidden: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.down(F.gelu(self.up(hidden), approximate="tanh"))
+        return self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+
+
+class Head(nn.Module):
+    """Final norm and output projection: hidden [batch, tokens, hidden] -> logits [batch, tokens, vocab]."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: DeviceLike) -> None:
+        super().__init__()
+        self.norm = Norm(config, dtype=dtype, device=device)
+        self.output = nn.Linear(config.hidden, config.vocab, bias=False, dtype=dtype, device=device)
+
+    def forward(self, hidden: Tensor, cache: None, mask: Mask | None, positions: Tensor) -> Tensor:
+        return self.output(self.norm(hidden))
+
+
+def layers(
+    config: ModelConfig,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: DeviceLike = "cpu",
+) -> dict[str, Callable[[], nn.Module]]:
+    """Global layer name -> factory of the layer, first to last. Nothing is allocated before a factory is called.
+
+    Weights are drawn in fp32 on the CPU and then rounded to `dtype`, so every device and dtype starts from the same model; on the
+    "meta" device they stay without values.
+    """
+    angles = RotaryAngles(config.head_dim, config.rope_theta) if config.position == "rope" else None
+
+    def build(name: str) -> nn.Module:
+        layer: nn.Module
+        if name == EMBEDDING:
+            layer = Embedding(config, dtype=dtype, device=device)
+        elif name == HEAD:
+            layer = Head(config, dtype=dtype, device=device)
+        else:
+            layer = Block(config, angles, dtype=dtype, device=device)
+        initialise(layer, name, config, seed=seed)
+        return layer
+
+    return {name: partial(build, name) for name in config.layer_names()}
+
+
+@torch.no_grad()
+def initialise(layer: nn.Module, name: str, config: ModelConfig, *, seed: int) -> None:
+    """Normal weights, of smaller spread where a block adds to the residual (GPT-2: by sqrt(2 * layers)); norms 1, biases 0."""
+    ties = {copy: original for original, copy in tied_parameters(config)}
+    for local_name, parameter in layer.named_parameters():
+        if parameter.is_meta:
+            continue
+        if local_name.endswith("bias"):
+            parameter.zero_()
+        elif parameter.dim() < 2:
+            parameter.fill_(1.0)
+        else:
+            global_name = f"{name}.{local_name}"
+            adds_to_residual = name.startswith("blocks.") and local_name in ("output.weight", "down.weight")
+            spread = config.initial_std / (math.sqrt(2 * config.layers) if adds_to_residual else 1.0)
+            generator = torch.Generator().manual_seed(_derived_seed(seed, ties.get(global_name, global_name)))
+            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, spread, generator=generator))
+
+
+def check_tokens(tokens: Tensor, config: ModelConfig) -> None:
+    """Refuse token ids [batch, tokens] outside the vocabulary and sequences longer than a learned position table.
+
+    Meant for host tensors, once a batch, before any work: inside the model the same mistake is a crash or silent nonsense.
+    """
+    if config.position == "learned" and tokens.shape[-1] > config.max_tokens:
+        raise ValueError(
+            f"the sequence has {tokens.shape[-1]} tokens, but the model has learned positions for max_tokens {config.max_tokens}; "
+            "shorten the sequence or raise max_tokens"
+        )
+    if tokens.numel() == 0:
+        return
+    low, high = (int(extreme) for extreme in torch.aminmax(tokens))
+    if low < 0 or high >= config.vocab:
+        row, position = (int(index) for index in ((tokens < 0) | (tokens >= config.vocab)).nonzero()[0])
+        raise ValueError(
+            f"token id {int(tokens[row, position])} (sequence {row}, position {position}) is outside the vocabulary of "
+            f"{config.vocab}; use the tokeniser the model was made for, or raise vocab"
+        )
+
+
+def _derived_seed(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
