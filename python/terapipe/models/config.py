@@ -1,7 +1,7 @@
 """The shape of a decoder-only transformer: one frozen aggregate that covers the GPT-2/3 and the Llama family. No torch.
 
-The engine and the planner read it too: layer names are global ("embedding", "blocks.0", ..., "head") and never depend on how the layers
-are cut into stages. Parameter counts follow from the shapes alone, so that a 175B model can be planned on a laptop.
+The engine and the planner read it too: layer names are global ("embedding", "blocks.0", ..., "head") and never depend on
+how the layers are cut into stages. Parameter counts follow from the shapes alone: a 175B model can be planned on a laptop.
 """
 
 from __future__ import annotations
@@ -58,12 +58,13 @@ class ModelConfig:
             object.__setattr__(self, field, getattr(self, field) or value)
         _require(
             self.heads * self.head_dim == self.hidden,
-            f"heads {self.heads} x head_dim {self.head_dim} is {self.heads * self.head_dim}, but hidden is {self.hidden}; "
-            "make them equal, or set head_dim to 0 to derive it",
+            f"heads {self.heads} x head_dim {self.head_dim} is {self.heads * self.head_dim}, but hidden is "
+            f"{self.hidden}; make them equal, or set head_dim to 0 to derive it",
         )
         _require(
             self.heads % self.kv_heads == 0,
-            f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}; every KV head serves the same number of query heads",
+            f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}; every KV head must serve the same number "
+            "of query heads",
         )
         _require(
             self.position != "rope" or self.head_dim % 2 == 0,
@@ -88,7 +89,7 @@ class ModelConfig:
             return {**self._norm_shapes("norm"), "output.weight": (self.vocab, self.hidden)}
         if layer not in self.layer_names():
             raise ValueError(
-                f"no layer is called {layer!r}; the layers are {EMBEDDING}, blocks.0 to blocks.{self.layers - 1}, {HEAD}"
+                f"no layer is called {layer!r}; choose {EMBEDDING}, blocks.0 to blocks.{self.layers - 1}, or {HEAD}"
             )
         query, keys, ffn = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.ffn_hidden
         linears = {
@@ -124,7 +125,7 @@ _CHOICES = {"position": ("learned", "rope"), "norm": ("layernorm", "rmsnorm"), "
 
 
 def tied_parameters(config: ModelConfig) -> list[tuple[str, str]]:
-    """Pairs of global parameter names that are one parameter: ("embedding.tokens.weight", "head.output.weight") or nothing."""
+    """Pairs of global names of what is one parameter: ("embedding.tokens.weight", "head.output.weight"), or none."""
     return [(f"{EMBEDDING}.tokens.weight", f"{HEAD}.output.weight")] if config.tied_embeddings else []
 
 

@@ -1,11 +1,12 @@
-"""One decoder as a list of layers, GPT-2/3 or Llama by config. Slices flow through it; attention reaches earlier slices by its cache.
+"""One decoder as a list of layers, GPT-2/3 or Llama by config. Slices flow through; attention sees earlier ones in its cache.
 
-Every layer is `forward(hidden, cache, mask, positions) -> hidden`: hidden is token ids int64 [batch, tokens] for the first layer and
-[batch, tokens, hidden] after it; cache is what the layer's `make_cache` returned, or None; mask is the tpkernels.Mask of the whole
-micro; positions int64 [batch or 1, tokens] are document-relative. The head returns logits [batch, tokens, vocab].
+Every layer is `forward(hidden, cache, mask, positions) -> hidden`: hidden is token ids int64 [batch, tokens] for the first
+layer and [batch, tokens, hidden] after it; cache is what the layer's `make_cache` returned, or None; mask is the
+tpkernels.Mask of the whole micro; positions int64 [batch or 1, tokens] are document-relative. The head returns logits
+[batch, tokens, vocab].
 
-The trap: a weight's first value depends on (seed, its global name) and nothing else, so any cut into stages starts from the same model.
-Never draw from a generator that two parameters share.
+The trap: a weight's first value depends on (seed, its global name) and nothing else, so that any cut into stages starts from
+the same model. Never draw two parameters from one generator.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Block(nn.Module):
         device: torch.device | str,
         accumulator: Any = None,
     ) -> PrefixCache:
-        """The prefix cache of one micro: `capacity` tokens of `batch` sequences. The accumulator may be shared by micros."""
+        """The prefix cache of one micro: `capacity` tokens of `batch` sequences. Micros may share the accumulator."""
         return PrefixCache(
             batch, capacity, self.kv_heads, self.head_dim, dtype=dtype, device=device, accumulator=accumulator
         )
@@ -136,8 +137,8 @@ def layers(
 ) -> dict[str, Callable[[], nn.Module]]:
     """Global layer name -> factory of the layer, first to last. Nothing is allocated before a factory is called.
 
-    Weights are drawn in fp32 on the CPU and then rounded to `dtype`, so every device and dtype starts from the same model; on the
-    "meta" device they stay without values.
+    Weights are drawn in fp32 on the CPU and then rounded to `dtype`, so every device and dtype starts from the same model;
+    on the "meta" device they stay without values.
     """
     angles = RotaryAngles(config.head_dim, config.rope_theta) if config.position == "rope" else None
 
@@ -157,7 +158,7 @@ def layers(
 
 @torch.no_grad()
 def initialise(layer: nn.Module, name: str, config: ModelConfig, *, seed: int) -> None:
-    """Normal weights, of smaller spread where a block adds to the residual (GPT-2: by sqrt(2 * layers)); norms 1, biases 0."""
+    """Normal weights, spread less by sqrt(2 * layers) where a block adds to the residual (GPT-2); norms 1, biases 0."""
     ties = {copy: original for original, copy in tied_parameters(config)}
     for local_name, parameter in layer.named_parameters():
         if parameter.is_meta:
@@ -177,12 +178,12 @@ def initialise(layer: nn.Module, name: str, config: ModelConfig, *, seed: int) -
 def check_tokens(tokens: Tensor, config: ModelConfig) -> None:
     """Refuse token ids [batch, tokens] outside the vocabulary and sequences longer than a learned position table.
 
-    Meant for host tensors, once a batch, before any work: inside the model the same mistake is a crash or silent nonsense.
+    Meant for host tensors, once a batch, before any work: inside the model the same mistake is a crash or nonsense.
     """
     if config.position == "learned" and tokens.shape[-1] > config.max_tokens:
         raise ValueError(
-            f"the sequence has {tokens.shape[-1]} tokens, but the model has learned positions for max_tokens {config.max_tokens}; "
-            "shorten the sequence or raise max_tokens"
+            f"the sequence has {tokens.shape[-1]} tokens, but the model has learned positions for max_tokens "
+            f"{config.max_tokens}; shorten the sequence or raise max_tokens."
         )
     if tokens.numel() == 0:
         return
@@ -191,7 +192,7 @@ def check_tokens(tokens: Tensor, config: ModelConfig) -> None:
         row, position = (int(index) for index in ((tokens < 0) | (tokens >= config.vocab)).nonzero()[0])
         raise ValueError(
             f"token id {int(tokens[row, position])} (sequence {row}, position {position}) is outside the vocabulary of "
-            f"{config.vocab}; use the tokeniser the model was made for, or raise vocab"
+            f"{config.vocab}; use the tokeniser the model was made for, or raise vocab."
         )
 
 
