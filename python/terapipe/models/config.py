@@ -1,7 +1,8 @@
 """The shape of a decoder-only transformer: one frozen aggregate that covers the GPT-2/3 and the Llama family. No torch.
 
-The engine and the planner read it too: layer names are global ("embedding", "blocks.0", ..., "head") and never depend on
-how the layers are cut into stages. Parameter counts follow from the shapes alone: a 175B model can be planned on a laptop.
+The engine and the planner read it too: layer names are global ("embedding", "blocks.0", ..., "head") and never
+depend on how the layers are cut into stages. Parameter counts follow from the shapes alone: a 175B model can be
+planned on a laptop.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class ModelConfig:
         )
         _require(
             self.heads % self.kv_heads == 0,
-            f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}; every KV head must serve the same number "
-            "of query heads",
+            f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}; each KV head must serve the same "
+            "number of query heads",
         )
         _require(
             self.position != "rope" or self.head_dim % 2 == 0,

@@ -1,6 +1,7 @@
 """Named models: functions that return a ModelConfig. No torch.
 
-GPT-3 sizes: Brown et al. 2020, table 2.1 (13B with hidden 5120, as Li et al. 2021 ran it); 44B: Li et al. 2021, table 1.
+GPT-3 sizes: Brown et al. 2020, table 2.1 (13B with hidden 5120, as Li et al. 2021 ran it); 44B: Li et al. 2021,
+table 1.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Rotary positions (Su et al. 2021): channel pair (2i, 2i+1) of q and k turns by position * theta ** (-2i / head_dim).
 
-Pairs are neighbours, as in Meta's Llama weights; Hugging Face stores the same weights with the pairs half a head apart, so
-a converter permutes the rows of the query and key matrices. One complex product rotates a tensor: half the launches of the
-real form. Angles are made in fp64 and rounded once: positions in the millions stay exact, and a slice sees the angles that
-the whole sequence would.
+Pairs are neighbours, as in Meta's Llama weights; Hugging Face stores the same weights with the pairs half a head
+apart, so a converter permutes the rows of the query and key matrices. One complex product rotates a tensor: half
+the launches of the real form. Angles are made in fp64 and rounded once: positions in the millions stay exact, and a
+slice sees the angles that the whole sequence would.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 class RotaryAngles:
     """Unit complex numbers [batch, tokens, 1, head_dim / 2] of document-relative positions; one object for all blocks.
 
-    The last answer is kept, because the blocks of a stage ask for the same slice one after another. Positions are compared
-    by identity and version, so a tensor overwritten in place is noticed.
+    The last answer is kept, because the blocks of a stage ask for the same slice one after another. Positions are
+    compared by identity and version, so a tensor overwritten in place is noticed.
     """
 
     def __init__(self, head_dim: int, theta: float) -> None:

@@ -1,12 +1,12 @@
-"""One decoder as a list of layers, GPT-2/3 or Llama by config. Slices flow through; attention sees earlier ones in its cache.
+"""One decoder as a list of layers, GPT-2/3 or Llama by config; attention reaches earlier slices in its cache.
 
-Every layer is `forward(hidden, cache, mask, positions) -> hidden`: hidden is token ids int64 [batch, tokens] for the first
-layer and [batch, tokens, hidden] after it; cache is what the layer's `make_cache` returned, or None; mask is the
-tpkernels.Mask of the whole micro; positions int64 [batch or 1, tokens] are document-relative. The head returns logits
-[batch, tokens, vocab].
+Every layer is `forward(hidden, cache, mask, positions) -> hidden`: hidden is token ids int64 [batch, tokens] for
+the first layer and [batch, tokens, hidden] after it; cache is what the layer's `make_cache` returned, or None; mask
+is the tpkernels.Mask of the whole micro; positions int64 [batch or 1, tokens] are document-relative. The head
+returns logits [batch, tokens, vocab].
 
-The trap: a weight's first value depends on (seed, its global name) and nothing else, so that any cut into stages starts from
-the same model. Never draw two parameters from one generator.
+The trap: a weight's first value depends on (seed, its global name) and nothing else, so that any cut into stages
+starts from the same model. Never draw two parameters from one generator.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def layers(
 ) -> dict[str, Callable[[], nn.Module]]:
     """Global layer name -> factory of the layer, first to last. Nothing is allocated before a factory is called.
 
-    Weights are drawn in fp32 on the CPU and then rounded to `dtype`, so every device and dtype starts from the same model;
-    on the "meta" device they stay without values.
+    Weights are drawn in fp32 on the CPU and then rounded to `dtype`, so every device and dtype starts from the same
+    model; on the "meta" device they stay without values.
     """
     angles = RotaryAngles(config.head_dim, config.rope_theta) if config.position == "rope" else None
 
