@@ -1,0 +1,211 @@
+"""PrefixCache: K and V of all tokens of one micro in one attention layer, and where forward and backward stand.
+
+k [batch, capacity, kv_heads, head_dim], v [batch, capacity, kv_heads, value_head_dim] in the model dtype, allocated
+uninitialised: rows at and after `length` may hold NaN and are never read.
+GradientAccumulator: the fp32 (fp64 for fp64) dk, dv of one attention layer, into which the backward of each slice adds.
+Several caches of one layer may share it, because backwards of different micros never interleave.
+
+The one trap: a slice's k and v get their gradient when that slice's OWN backward runs. Run the backward of every slice,
+last to first, even of one whose output reaches no loss (with a zero gradient).
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+_identities = itertools.count(1)
+
+# Slots of PrefixCache.position.
+LENGTH, BACKWARD_END, GENERATION, IDENTITY = range(4)
+# Slots of GradientAccumulator.state.
+OWNER, PRELOADED = range(2)
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """dtype of lse, accumulators and sinks for a model dtype: fp32, and fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _check_sizes(name: str, **sizes: int) -> None:
+    for what, size in sizes.items():
+        if size < 0:
+            raise ValueError(f"{name}: {what} is {size}; it must be 0 or more")
+
+
+class GradientAccumulator:
+    """dk [batch, capacity, kv_heads, head_dim], dv [batch, capacity, kv_heads, value_head_dim]: sums over slices, in fp32.
+
+    Uninitialised: the first backward of a micro (its last slice) zeroes the rows it needs, unless `preload` was called.
+    state: int64 CPU tensor [identity of the cache whose backward is under way (0: none), preloaded rows].
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        value_head_dim: int | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        value_head_dim = head_dim if value_head_dim is None else value_head_dim
+        _check_sizes(
+            "GradientAccumulator",
+            batch=batch,
+            capacity=capacity,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_head_dim=value_head_dim,
+        )
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"GradientAccumulator: dtype is {dtype}; sums over slices need torch.float32 or torch.float64")
+        # Never inference tensors: those could not be written by a later backward outside inference mode.
+        with torch.inference_mode(False):
+            self.dk = torch.empty(batch, capacity, kv_heads, head_dim, dtype=dtype, device=device)
+            self.dv = torch.empty(batch, capacity, kv_heads, value_head_dim, dtype=dtype, device=device)
+            self.state = torch.zeros(2, dtype=torch.int64)
+
+    def preload(self, dk: Tensor, dv: Tensor) -> None:
+        """Start the next backward from these values for rows [0, n) instead of zero; shapes [batch, n, kv_heads, dim]."""
+        rows = dk.shape[1] if dk.dim() == 4 else -1
+        for name, given, own in (("dk", dk, self.dk), ("dv", dv, self.dv)):
+            expected = [own.shape[0], rows, *own.shape[2:]]
+            if list(given.shape) != expected or rows > own.shape[1]:
+                raise ValueError(
+                    f"GradientAccumulator.preload: {name} is {list(given.shape)}; it needs "
+                    f"[{own.shape[0]}, n, {own.shape[2]}, {own.shape[3]}] with the same n <= {own.shape[1]} for both"
+                )
+        if int(self.state[OWNER]):
+            raise ValueError(
+                f"GradientAccumulator.preload: the backward of cache {int(self.state[OWNER])} is under way; "
+                "finish it or reset() that cache first"
+            )
+        with torch.no_grad():
+            self.dk[:, :rows].copy_(dk)
+            self.dv[:, :rows].copy_(dv)
+            self.state[PRELOADED] = rows
+
+    def reset(self) -> None:
+        """Forget an unfinished backward and preloaded rows."""
+        with torch.no_grad():
+            self.state.zero_()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of dk and dv."""
+        return self.dk.nbytes + self.dv.nbytes
+
+    def __repr__(self) -> str:
+        return f"GradientAccumulator(dk={list(self.dk.shape)}, dv={list(self.dv.shape)}, dtype={self.dk.dtype})"
+
+
+class PrefixCache:
+    """Prefix cache of one micro in one attention layer; see the top of this file.
+
+    accumulator: where backwards add; None makes one of its own when the first backward needs it.
+    position: int64 CPU tensor [forward length, backward end, generation, identity]. `length` tokens are present; rows
+    at and after `backward end` have their final gradient (equal to `length`: no backward has run yet). The generation
+    counts resets, so that the backward of a slice from before a reset is refused. The attention op checks and moves it.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        value_head_dim: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        *,
+        accumulator: GradientAccumulator | None = None,
+    ) -> None:
+        value_head_dim = head_dim if value_head_dim is None else value_head_dim
+        _check_sizes(
+            "PrefixCache",
+            batch=batch,
+            capacity=capacity,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_head_dim=value_head_dim,
+        )
+        with torch.inference_mode(False):
+            self.k = torch.empty(batch, capacity, kv_heads, head_dim, dtype=dtype, device=device)
+            self.v = torch.empty(batch, capacity, kv_heads, value_head_dim, dtype=dtype, device=device)
+            self.position = torch.tensor([0, 0, 0, next(_identities)], dtype=torch.int64)
+        self.accumulator = accumulator
+        if accumulator is not None:
+            self._check_accumulator(accumulator)
+
+    def _check_accumulator(self, accumulator: GradientAccumulator) -> None:
+        wanted = accumulator_dtype(self.k.dtype)
+        for name, own, sums in (("dk", self.k, accumulator.dk), ("dv", self.v, accumulator.dv)):
+            fits = (
+                sums.shape[0] == own.shape[0] and sums.shape[1] >= own.shape[1] and sums.shape[2:] == own.shape[2:]
+            )
+            if not fits or sums.dtype != wanted or sums.device != own.device:
+                raise ValueError(
+                    f"PrefixCache: accumulator {name} is {list(sums.shape)} {sums.dtype} on {sums.device}, but the cache "
+                    f"needs {list(own.shape)} (capacity or more) {wanted} on {own.device}"
+                )
+
+    def require_accumulator(self) -> GradientAccumulator:
+        """The accumulator, made now if there is none."""
+        if self.accumulator is None:
+            batch, capacity, kv_heads, head_dim = self.k.shape
+            self.accumulator = GradientAccumulator(
+                batch,
+                capacity,
+                kv_heads,
+                head_dim,
+                self.v.shape[3],
+                dtype=accumulator_dtype(self.k.dtype),
+                device=self.k.device,
+            )
+        return self.accumulator
+
+    @property
+    def length(self) -> int:
+        """Tokens present: where the next slice starts."""
+        return int(self.position[LENGTH])
+
+    @property
+    def capacity(self) -> int:
+        """Tokens the cache can hold."""
+        return self.k.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Model dtype of k and v."""
+        return self.k.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of k and v (position stays on the CPU)."""
+        return self.k.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of k and v; the accumulator counts its own."""
+        return self.k.nbytes + self.v.nbytes
+
+    def reset(self) -> None:
+        """Empty the cache for the next micro (nothing is zeroed) and give up an unfinished backward."""
+        with torch.no_grad():
+            identity = int(self.position[IDENTITY])
+            if self.accumulator is not None and int(self.accumulator.state[OWNER]) == identity:
+                self.accumulator.reset()
+            self.position[LENGTH] = 0
+            self.position[BACKWARD_END] = 0
+            self.position[GENERATION] += 1
+
+    def __repr__(self) -> str:
+        return (
+            f"PrefixCache(length={self.length}, k={list(self.k.shape)}, v={list(self.v.shape)}, dtype={self.dtype}, "
+            f"device={self.device})"
+        )
