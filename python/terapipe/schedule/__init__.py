@@ -1,15 +1,17 @@
 """Schedules as data: actions, plans, generators, checks, the simulator and traces. Nothing here imports torch."""
 
-from terapipe.schedule.action import Action, B, F, I, W
+from terapipe.schedule.action import KIND_NAMES, KINDS, Action, B, F, I, W
 from terapipe.schedule.check import ScheduleError, check
+from terapipe.schedule.costs import LinkCost, causal_costs, costs_per_slice
 from terapipe.schedule.generators import GENERATORS, gpipe, one_f_one_b, seq_1f1b, terapipe
 from terapipe.schedule.plan import Plan, equal_slices, make_plan, split_layers
 from terapipe.schedule.schedule import Schedule
+from terapipe.schedule.simulate import Bubble, Simulation, simulate
+from terapipe.schedule.slots import SlotAssignment, assign_slots, clock_order, demand_order, rendezvous, ring_slots
+from terapipe.schedule.trace import TraceEvent, trace
 from terapipe.schedule.transfers import (
     Link,
-    SlotAssignment,
     Transfer,
-    assign_slots,
     link_transfers,
     links,
     sends,
@@ -20,30 +22,44 @@ from terapipe.schedule.transfers import (
 
 __all__ = [
     "GENERATORS",
+    "KINDS",
+    "KIND_NAMES",
     "Action",
     "B",
+    "Bubble",
     "F",
     "I",
     "Link",
+    "LinkCost",
     "Plan",
     "Schedule",
     "ScheduleError",
+    "Simulation",
     "SlotAssignment",
+    "TraceEvent",
     "Transfer",
     "W",
     "assign_slots",
+    "causal_costs",
     "check",
+    "clock_order",
+    "costs_per_slice",
+    "demand_order",
     "equal_slices",
     "gpipe",
     "link_transfers",
     "links",
     "make_plan",
     "one_f_one_b",
+    "rendezvous",
+    "ring_slots",
     "sends",
     "sent_by",
     "seq_1f1b",
+    "simulate",
     "split_layers",
     "taken_by",
     "takes",
     "terapipe",
+    "trace",
 ]

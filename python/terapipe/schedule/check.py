@@ -15,13 +15,11 @@ from typing import NamedTuple
 from terapipe.schedule.action import FORWARD, KIND_NAMES, KINDS, WEIGHT_GRAD, Action
 from terapipe.schedule.grid import ScheduleError, schedule_error
 from terapipe.schedule.schedule import Place, Schedule
+from terapipe.schedule.slots import SlotAssignment, assign_slots, releasing_action
 from terapipe.schedule.transfers import (
     Link,
-    SlotAssignment,
     Transfer,
-    assign_slots,
     producers,
-    releasing_action,
     sending_action,
     sent_by,
     taken_by,
@@ -120,7 +118,7 @@ def _order_on_a_stage(schedule: Schedule) -> None:
                 raise schedule_error(
                     schedule,
                     f"{action} begins the backward of micro {micro} on stage {stage} while {left} slices of "
-                    f"micro {current} are left; a layer has one gradient accumulator, so micros cannot interleave there",
+                    f"micro {current} are left; a layer has one gradient accumulator, so micros cannot interleave",
                     marks=[where, place],
                 )
             open_micro[stage] = (micro, (left or schedule.slices) - 1, place)

@@ -19,7 +19,7 @@ from typing import Any
 from terapipe.schedule.check import check
 from terapipe.schedule.generators import GENERATORS
 from terapipe.schedule.schedule import Schedule
-from terapipe.schedule.transfers import SlotAssignment, assign_slots
+from terapipe.schedule.slots import SlotAssignment, assign_slots
 
 FORMAT, VERSION = "terapipe-plan", 1
 
@@ -72,7 +72,7 @@ class Plan:
 
     @cached_property
     def slots(self) -> SlotAssignment:
-        """The slot of every transfer (resident mode)."""
+        """The resident slot of every transfer, so many that no put ever waits for one."""
         return assign_slots(self.schedule)
 
     def to_json(self) -> str:

@@ -1,0 +1,218 @@
+"""The slot of every transfer, decided before the first step, as a compiler assigns registers.
+
+A link owns a few slots, which live in the receiver's memory: `put` writes into the transfer's slot and waits while an
+earlier transfer still holds it. A resident slot *is* the saved tensor: it is held from the put until the receiving
+stage's last backward action of that slice (W may read both the input and the output gradient, so where the backward is
+split it is W). Because backwards free slices last to first, a first-in first-out ring with as many slots as live slices
+deadlocks; an interval colouring does not.
+
+The trap: within one action the put comes before the release (a fused last kernel reads the one while it writes the
+other), so an action's output never lands in a slot that the same action frees.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from terapipe.schedule.action import WEIGHT_GRAD, Action
+from terapipe.schedule.grid import schedule_error
+from terapipe.schedule.schedule import Schedule
+from terapipe.schedule.transfers import (
+    Link,
+    Transfer,
+    link_transfers,
+    producers,
+    sent_by,
+    taking_action,
+)
+
+
+@dataclass(frozen=True)
+class SlotAssignment:
+    """The slots of a schedule's transfers.
+
+    `order`: each link's transfers as they are put. `resident`: a slot is freed by the slice's last backward action; if
+    False, by the action that takes the transfer (copy-out). A link with zero slots is a rendezvous: its put returns
+    only once the receiver has come to the action that takes it.
+    """
+
+    order: Mapping[Link, tuple[Transfer, ...]]
+    counts: Mapping[Link, int]
+    slot_of: Mapping[Transfer, int]
+    resident: bool = True
+
+    def slots(self, link: Link) -> int:
+        """How many slots `link` owns."""
+        return self.counts[link]
+
+    def slot(self, transfer: Transfer) -> int:
+        """The slot of `transfer`, counted from 0 within its link."""
+        return self.slot_of[transfer]
+
+    def previous(self, transfer: Transfer) -> Transfer | None:
+        """The transfer that used the slot before this one and must be released before this put, or None."""
+        return self._uses[transfer][0]
+
+    def use(self, transfer: Transfer) -> int:
+        """The how-manieth use of its slot in this step `transfer` is, from 1 (a link's epoch counts these)."""
+        return self._uses[transfer][1]
+
+    @cached_property
+    def _uses(self) -> Mapping[Transfer, tuple[Transfer | None, int]]:
+        uses: dict[Transfer, tuple[Transfer | None, int]] = {}
+        for link, transfers in self.order.items():
+            last: dict[int, tuple[Transfer | None, int]] = {}
+            for transfer in transfers:
+                if self.counts[link] == 0:
+                    uses[transfer] = (None, 1)
+                    continue
+                previous, count = last.get(self.slot_of[transfer], (None, 0))
+                uses[transfer] = (previous, count + 1)
+                last[self.slot_of[transfer]] = (transfer, count + 1)
+        return uses
+
+
+def releasing_action(schedule: Schedule, transfer: Transfer, *, resident: bool = True) -> Action:
+    """The action after which the transfer's slot is free: the last backward of the slice, or the take if copied out."""
+    if not resident:
+        return taking_action(schedule, transfer)
+    return schedule.last_backward(transfer.stage, transfer.micro, transfer.slice)
+
+
+def assign_slots(
+    schedule: Schedule,
+    *,
+    resident: bool = True,
+    order: Sequence[Action] | None = None,
+    at_most: int | None = None,
+) -> SlotAssignment:
+    """Interval colouring of every link's transfers: as few slots as are ever held at once.
+
+    Without `order`, a slot is given again only to a put that cannot begin before the release whatever the actions'
+    times, because it needs, through any chain of actions, the one that releases. So no put ever waits. A forward link
+    then has about `warmup_per_hop` slots more than its receiver has live slices.
+
+    With `order` (one order of all actions: `demand_order`, `clock_order` or a simulation's), a slot is given again to a
+    put that comes after the release in that order. Then a put waits when the times differ from that order's. All waits
+    point backwards in one order, so none can be part of a cycle and there is no deadlock either. `demand_order` gives
+    the fewest: as many slots on a forward link as its receiver has live slices.
+
+    `at_most` caps the slots of every link: the slot that is freed first is given before its release, and `check` must
+    tell whether that deadlocks.
+    """
+    if at_most is not None and at_most < 1:
+        raise ValueError(f"a link needs at least one slot, got at_most={at_most}; zero slots is `rendezvous`")
+    finished = _finished_before_puts(schedule) if order is None else _finished_in_order(schedule, order)
+    counts: dict[Link, int] = {}
+    slot_of: dict[Transfer, int] = {}
+    transfers = link_transfers(schedule)
+    for link, puts in transfers.items():
+        counts[link] = 0
+        free: list[int] = []
+        held: list[tuple[int, int]] = []  # (position of the release in the receiver's list, slot)
+        for transfer in puts:
+            while held and held[0][0] < finished[transfer]:
+                heapq.heappush(free, heapq.heappop(held)[1])
+            if free:
+                slot = heapq.heappop(free)
+            elif at_most is None or counts[link] < at_most:
+                slot = counts[link]
+                counts[link] += 1
+            else:
+                slot = heapq.heappop(held)[1]
+            slot_of[transfer] = slot
+            release = schedule.places[releasing_action(schedule, transfer, resident=resident)]
+            heapq.heappush(held, (release.position, slot))
+    return SlotAssignment(transfers, counts, slot_of, resident)
+
+
+def ring_slots(schedule: Schedule, count: int, *, resident: bool = False) -> SlotAssignment:
+    """A first-in first-out ring of `count` slots on every link: right for links that copy out, a trap if resident."""
+    if count < 1:
+        raise ValueError(f"a ring needs at least one slot, got {count}")
+    order = link_transfers(schedule)
+    slot_of = {transfer: i % count for transfers in order.values() for i, transfer in enumerate(transfers)}
+    return SlotAssignment(order, dict.fromkeys(order, count), slot_of, resident)
+
+
+def rendezvous(schedule: Schedule) -> SlotAssignment:
+    """No slot at all: every put waits until the receiver has come to the action that takes it."""
+    order = link_transfers(schedule)
+    return SlotAssignment(order, dict.fromkeys(order, 0), {})
+
+
+def clock_order(schedule: Schedule) -> tuple[Action, ...]:
+    """One order of all actions that respects every rank's list and every need: what an ideal clock would run.
+
+    At each tick every rank whose next action has its inputs from earlier ticks runs it. Actions of one tick do not need
+    each other, so among them those that free a slot are listed before those that fill it. ScheduleError when the
+    ranks wait for each other although nothing limits the slots.
+    """
+    return _linear_order(schedule, lambda ready: sorted(ready, key=_frees_before_fills))
+
+
+def demand_order(schedule: Schedule) -> tuple[Action, ...]:
+    """Like `clock_order` but one action at a time: a put only when nothing that frees a slot can run before it."""
+    return _linear_order(schedule, lambda ready: [min(ready, key=_frees_before_fills)])
+
+
+def _linear_order(schedule: Schedule, choose: Callable[[list[Action]], list[Action]]) -> tuple[Action, ...]:
+    position = [0] * schedule.ranks
+    done: set[Action] = set()
+    order: list[Action] = []
+    while True:
+        waiting = [row[index] for row, index in zip(schedule.orders, position, strict=True) if index < len(row)]
+        if not waiting:
+            return tuple(order)
+        ready = [action for action in waiting if all(need in done for need in producers(schedule, action))]
+        if not ready:
+            first = waiting[0]
+            needs = " and ".join(str(need) for need in producers(schedule, first) if need not in done)
+            places = [schedule.places[action] for action in waiting]
+            reason = f"the ranks wait for each other: rank {places[0].rank} cannot run {first} before {needs}"
+            raise schedule_error(schedule, reason, marks=places)
+        for action in choose(ready):
+            position[schedule.places[action].rank] += 1
+            done.add(action)
+            order.append(action)
+
+
+def _frees_before_fills(action: Action) -> tuple[int, int]:
+    if action.kind == WEIGHT_GRAD:
+        return 0, action.stage
+    return (2, -action.stage) if action.is_forward else (1, action.stage)
+
+
+def _finished_before_puts(schedule: Schedule) -> dict[Transfer, int]:
+    """For each transfer, how many actions of the receiver must have ended before its put can begin (vector clocks)."""
+    finished: dict[Transfer, int] = {}
+    clocks: dict[Action, list[int]] = {}
+    for action in clock_order(schedule):
+        rank, position = schedule.places[action]
+        needs = list(producers(schedule, action))
+        if position:
+            needs.append(schedule[rank][position - 1])
+        clock = [max(column) for column in zip(*(clocks[need] for need in needs), strict=True)]
+        clocks[action] = clock = clock or [0] * schedule.ranks
+        transfer = sent_by(schedule, action)
+        if transfer is not None:
+            finished[transfer] = clock[transfer.link.destination_rank]
+        clock[rank] = position + 1
+    return finished
+
+
+def _finished_in_order(schedule: Schedule, order: Sequence[Action]) -> dict[Transfer, int]:
+    """For each transfer, how many of the receiver's actions stand before the sending one in `order`."""
+    finished: dict[Transfer, int] = {}
+    ended = [0] * schedule.ranks
+    for action in order:
+        transfer = sent_by(schedule, action)
+        if transfer is not None:
+            finished[transfer] = ended[transfer.link.destination_rank]
+        ended[schedule.places[action].rank] += 1
+    if len(finished) != sum(len(puts) for puts in link_transfers(schedule).values()):
+        raise ValueError(f"the order must hold every action of the schedule once, got {len(order)} actions")
+    return finished
