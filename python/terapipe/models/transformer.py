@@ -57,7 +57,7 @@ class Embedding(nn.Module):
         learned = config.position == "learned"
         self.positions = nn.Embedding(config.max_tokens, config.hidden, dtype=dtype, device=device) if learned else None
 
-    def forward(self, hidden: Tensor, cache: None, mask: Mask | None, positions: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, cache: None, mask: Mask, positions: Tensor) -> Tensor:
         embedded: Tensor = self.tokens(hidden)
         return embedded if self.positions is None else embedded + self.positions(positions)
 
@@ -96,11 +96,11 @@ class Block(nn.Module):
             batch, capacity, self.kv_heads, self.head_dim, dtype=dtype, device=device, accumulator=accumulator
         )
 
-    def forward(self, hidden: Tensor, cache: PrefixCache | None, mask: Mask | None, positions: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, cache: PrefixCache | None, mask: Mask, positions: Tensor) -> Tensor:
         hidden = hidden + self.attention(self.attention_norm(hidden), cache, mask, positions)
         return hidden + self.mlp(self.mlp_norm(hidden))
 
-    def attention(self, hidden: Tensor, cache: PrefixCache | None, mask: Mask | None, positions: Tensor) -> Tensor:
+    def attention(self, hidden: Tensor, cache: PrefixCache | None, mask: Mask, positions: Tensor) -> Tensor:
         batch, tokens, _ = hidden.shape
         by_head = (batch, tokens, -1, self.head_dim)
         q, k = self.query(hidden).view(by_head), self.key(hidden).view(by_head)
@@ -124,7 +124,7 @@ class Head(nn.Module):
         self.norm = Norm(config, dtype=dtype, device=device)
         self.output = nn.Linear(config.hidden, config.vocab, bias=False, dtype=dtype, device=device)
 
-    def forward(self, hidden: Tensor, cache: None, mask: Mask | None, positions: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, cache: None, mask: Mask, positions: Tensor) -> Tensor:
         return self.output(self.norm(hidden))
 
 

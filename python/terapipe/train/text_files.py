@@ -1,0 +1,88 @@
+"""Which files are text, and which of them are held out for validation: paths -> sorted files -> a split. No torch.
+
+The trap: the split must not depend on the machine, or two hosts would train on each other's validation text. It hashes
+each file's path below the files' common folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TEXT_SUFFIXES = (".txt", ".md", ".py")
+NOT_LIBRARY_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "_bundled", "__pycache__"}
+
+
+def stdlib_text() -> Path:
+    """Folder of this Python's standard library: text that every machine has. `find_files` leaves its tests out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    if not root.is_dir():
+        raise ValueError(f"data: no standard library at {root} (a frozen or zipped Python?); name other text files.")
+    return root
+
+
+def find_files(paths: Sequence[str | Path] | str | Path, suffixes: Sequence[str] = TEXT_SUFFIXES) -> list[Path]:
+    """Files that `paths` name, sorted: a file itself, files below a folder that end in a suffix, or a glob's matches.
+
+    Empty files are left out, and so are the tests and installed packages of `stdlib_text()`. ValueError if a path does
+    not exist or holds no text.
+    """
+    found: set[Path] = set()
+    for entry in [paths] if isinstance(paths, str | Path) else paths:
+        path = Path(entry)
+        if path.is_file():
+            below = [path]
+        elif path.is_dir():
+            below = [file for file in path.rglob("*") if file.suffix in suffixes and file.is_file()]
+            if path == stdlib_text():
+                below = [file for file in below if not NOT_LIBRARY_SOURCE & set(file.relative_to(path).parts)]
+        else:
+            anchor = Path(path.anchor)
+            pattern = str(path.relative_to(anchor)) if path.anchor else str(path)
+            below = [file for file in anchor.glob(pattern) if file.is_file()] if "*" in str(path) else []
+            if not below:
+                raise ValueError(
+                    f"data: {path} does not exist (working directory {Path.cwd()}); give a file, folder or glob."
+                )
+        filled = [file for file in below if file.stat().st_size > 0]
+        if not filled:
+            what = f"no file that ends in {', '.join(suffixes)} and is not empty" if path.is_dir() else "no bytes"
+            raise ValueError(f"data: {path} holds {what}; name files with text.")
+        found.update(filled)
+    if not found:
+        raise ValueError("data: no text was named; give files or folders.")
+    return sorted(found)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Files for training and for validation."""
+
+    training: list[Path]
+    validation: list[Path]
+
+
+def split_files(files: Sequence[Path], validation_share: float) -> Split:
+    """Hold out files whose hash lies below `validation_share`: at least one, and not all. Needs two files or more."""
+    root = common_folder(files)
+    hashes = {file: _hash(file.relative_to(root).as_posix()) for file in files}
+    by_hash = sorted(files, key=hashes.__getitem__)
+    cut = sum(value < validation_share for value in hashes.values())
+    cut = min(max(1, cut), len(files) - 1)
+    return Split(training=sorted(by_hash[cut:]), validation=sorted(by_hash[:cut]))
+
+
+def common_folder(files: Sequence[Path]) -> Path:
+    """The deepest folder that holds all files."""
+    folder = files[0].parent
+    while not all(file.is_relative_to(folder) for file in files):
+        folder = folder.parent
+    return folder
+
+
+def _hash(name: str) -> float:
+    """In [0, 1), uniform over names."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big") / (1 << 56)
