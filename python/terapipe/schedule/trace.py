@@ -1,7 +1,8 @@
 """Timelines as rows, the same whether simulated or measured, so that one set of writers (`terapipe.viz`) shows both.
 
-Rows of kinds F, B, I and W are work; any other category ("loss", "reduce", "optimizer", ...) is shown as other work,
-and "wait" as idle. Times are seconds from the start of the step, on one clock for all ranks.
+A row of category "compute" is an action at work and labelled with its text; "wait" is a rank that waits for its input;
+any other category ("loss", "reduce", "optimizer", ...) is other work. Times are seconds from the start of the step, on
+one clock for all ranks.
 """
 
 from __future__ import annotations
@@ -10,17 +11,17 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from terapipe.schedule.action import KINDS, Action
+from terapipe.schedule.action import Action
 from terapipe.schedule.simulate import Simulation
 
-WAIT = "wait"
+COMPUTE, WAIT, OTHER = "compute", "wait", "other"
 
 
 class TraceEvent(NamedTuple):
-    """One bar of a timeline. `action` is an action's text (`2F0.3`) or any other label."""
+    """One bar of a timeline. `label` is an action's text (`2F0.3`) if the category is "compute" or "wait"."""
 
     rank: int
-    action: str
+    label: str
     start_s: float
     end_s: float
     category: str
@@ -29,9 +30,21 @@ class TraceEvent(NamedTuple):
     def duration_s(self) -> float:
         return self.end_s - self.start_s
 
-    def parsed(self) -> Action | None:
+    @property
+    def action(self) -> Action | None:
         """The action this row is about, or None for other work."""
-        return Action.parse(self.action) if self.category in KINDS else None
+        try:
+            return Action.parse(self.label)
+        except ValueError:
+            return None
+
+    @property
+    def kind(self) -> str:
+        """What the bar shows: F, B, I or W for an action at work, else "wait" or "other"."""
+        if self.category == WAIT:
+            return WAIT
+        action = self.action if self.category == COMPUTE else None
+        return OTHER if action is None else action.kind
 
 
 def trace(simulation: Simulation, *, seconds_per_unit: float = 1.0) -> tuple[TraceEvent, ...]:
@@ -43,7 +56,7 @@ def trace(simulation: Simulation, *, seconds_per_unit: float = 1.0) -> tuple[Tra
             str(action),
             float(simulation.start[action] * scale),
             float(simulation.end[action] * scale),
-            action.kind,
+            COMPUTE,
         )
         for rank in range(simulation.schedule.ranks)
         for action in simulation.schedule[rank]
@@ -97,8 +110,8 @@ def to_json(events: Iterable[TraceEvent]) -> str:
 def from_json(text: str) -> tuple[TraceEvent, ...]:
     try:
         return tuple(
-            TraceEvent(int(rank), str(action), float(start), float(end), str(category))
-            for rank, action, start, end, category in json.loads(text)
+            TraceEvent(int(rank), str(label), float(start), float(end), str(category))
+            for rank, label, start, end, category in json.loads(text)
         )
     except (json.JSONDecodeError, TypeError, ValueError) as error:
-        raise ValueError(f"the trace is not a list of [rank, action, start_s, end_s, category]: {error}") from None
+        raise ValueError(f"the trace is not a list of [rank, label, start_s, end_s, category]: {error}") from None
