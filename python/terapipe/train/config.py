@@ -1,0 +1,277 @@
+"""What a training run is: frozen dataclasses that print, compare and load from TOML (`config_file`). No torch.
+
+A run is resolved in this order, later wins: the preset (a function that returns a TrainConfig), the keys of `--config
+FILE.toml`, the command line. `resolve` then spells the model out and refuses what makes no sense, before any work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from terapipe.models.config import ModelConfig
+from terapipe.models.presets import BYTE_VOCAB
+from terapipe.models.presets import PRESETS as MODELS
+from terapipe.schedule import Plan, make_plan
+from terapipe.train.config_file import unknown
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """A named model, and what differs from it. A size that follows from another (head_dim from hidden and heads) is
+    derived again when that one changes."""
+
+    preset: str = "debug"
+    """Named model: debug, quickstart, gpt3_1b, gpt3_13b, gpt3_44b, gpt3_175b, llama3_8b, llama3_70b."""
+    vocab: int | None = None
+    hidden: int | None = None
+    layers: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    ffn_hidden: int | None = None
+    max_tokens: int | None = None
+    position: Literal["learned", "rope"] | None = None
+    norm: Literal["layernorm", "rmsnorm"] | None = None
+    mlp: Literal["gelu", "swiglu"] | None = None
+    bias: bool | None = None
+    tied_embeddings: bool | None = None
+    rope_theta: float | None = None
+    norm_eps: float | None = None
+    initial_std: float | None = None
+
+    def resolve(self) -> ModelConfig:
+        """The model itself. ValueError for an unknown preset or sizes that do not fit together."""
+        if self.preset not in MODELS:
+            raise ValueError(unknown("model preset", self.preset, MODELS))
+        values = dataclasses.asdict(MODELS[self.preset]())
+        changes = {
+            key: value for key, value in dataclasses.asdict(self).items() if key != "preset" and value is not None
+        }
+        if changes.get("hidden", values["hidden"]) != values["hidden"]:
+            values |= {"head_dim": 0, "ffn_hidden": 0}
+        if changes.get("heads", values["heads"]) != values["heads"]:
+            values |= {"head_dim": 0, "kv_heads": 0 if values["kv_heads"] == values["heads"] else values["kv_heads"]}
+        return ModelConfig(**(values | changes))
+
+    @classmethod
+    def of(cls, model: ModelConfig, preset: str) -> ModelSettings:
+        """Settings that name every size of `model`."""
+        return cls(preset=preset, **dataclasses.asdict(model))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """Where tokens come from."""
+
+    source: Literal["synthetic", "text", "bin"] = "synthetic"
+    """synthetic: random sequences that can be learned, no files. text: files or folders, one token a byte. bin:
+    memory-mapped token ids."""
+    train: tuple[Path, ...] = ()
+    """text: files, globs, or folders that are searched. bin: one file."""
+    validation: tuple[Path, ...] = ()
+    """The same for validation; without it, `validation_share` of the training files (text) or tokens (bin) is held
+    out."""
+    validation_share: float = 0.05
+    suffixes: tuple[str, ...] = (".txt", ".md", ".py")
+    """Which files of a folder are text."""
+    token_dtype: Literal["uint16", "uint32"] = "uint16"
+    """Storage type of a bin file."""
+    document_end: int | None = None
+    """Token id that ends a document in a bin file; tokens then see only their own document."""
+    packed: bool = True
+    """Text: files that share a sequence do not see each other. Off: tokens see whatever shares their sequence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSettings:
+    """How a step is cut: into micros of sequences, slices of tokens, stages of layers."""
+
+    ranks: int = 0
+    """Pipeline ranks; 0: as many as processes. One process can step several ranks, for debugging."""
+    slices: int = 1
+    """Equal token slices of each sequence."""
+    slice_tokens: tuple[int, ...] = ()
+    """Slice lengths in tokens instead; they must sum to `tokens`."""
+    micros: int = 1
+    """Microbatches a step."""
+    micro_size: int = 1
+    """Sequences in a micro."""
+    schedule: Literal["terapipe", "seq_1f1b", "gpipe", "one_f_one_b"] = "terapipe"
+    stage_layers: tuple[int, ...] = ()
+    """Layers of each stage, embedding and head counted as one layer each; without it, as even as possible."""
+    warmup_per_hop: int = 1
+    """seq_1f1b: forwards a rank may run ahead for each hop; more hides unequal slices and costs memory."""
+    links: Literal["auto", "local", "dist"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """AdamW with linear warm-up and a cosine to `min_learning_rate`."""
+
+    learning_rate: float = 3e-3
+    min_learning_rate: float = 3e-4
+    warmup_steps: int = 20
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """Of matrices only; norms and biases are not decayed."""
+    clip: float = 1.0
+    """Largest global gradient norm; 0: no clipping."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSettings:
+    """Exact ones: a resumed run continues bitwise."""
+
+    every: int = 0
+    """Steps between checkpoints; 0: none."""
+    keep: int = 2
+    """How many of the newest stay."""
+    folder: Path | None = None
+    """None: `checkpoints` in the run folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    steps: int = 100
+    """Optimizer steps of the whole run."""
+    tokens: int = 512
+    """Tokens in a sequence."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """bf16 keeps fp32 master weights and gradients."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: int = 0
+    evaluate_every: int = 0
+    """Steps between validation losses; 0: only before and after."""
+    evaluate_sequences: int = 8
+    """Sequences in a validation loss; 0: no validation."""
+    log_every: int = 10
+    """Steps between lines on a terminal that is not one; metrics.jsonl gets every step."""
+    run_dir: Path = Path("runs/train")
+    """Holds config.toml, metrics.jsonl and checkpoints."""
+
+    def resolve(self) -> TrainConfig:
+        """The same run with every size of the model spelled out, checked. ValueError names the key, its value and
+        the remedy."""
+        model = self.model.resolve()
+        self._check(model)
+        return dataclasses.replace(self, model=ModelSettings.of(model, self.model.preset))
+
+    def plan(self, ranks: int) -> Plan:
+        """The plan for that many pipeline ranks. ValueError for slices, stages or micros that do not fit."""
+        parallel = self.parallel
+        ends = list(itertools.accumulate(parallel.stage_layers))
+        return make_plan(
+            layers=len(self.model.resolve().layer_names()),
+            ranks=ranks,
+            slices=parallel.slice_tokens or parallel.slices,
+            tokens=self.tokens,
+            micros=parallel.micros,
+            micro_size=parallel.micro_size,
+            schedule=parallel.schedule,
+            warmup_per_hop=parallel.warmup_per_hop,
+            stages=list(itertools.pairwise([0, *ends])) if ends else None,
+        )
+
+    def _check(self, model: ModelConfig) -> None:
+        for key, least in _AT_LEAST.items():
+            value: Any = self
+            for part in key.split("."):
+                value = getattr(value, part)
+            if not value >= least:  # not `<`: a NaN is refused too
+                raise ValueError(f"{key} is {value}; it must be at least {least}.")
+        if self.parallel.slice_tokens and self.parallel.slices not in (1, len(self.parallel.slice_tokens)):
+            raise ValueError(
+                f"parallel.slices is {self.parallel.slices} but parallel.slice_tokens names "
+                f"{len(self.parallel.slice_tokens)} slices; give one of them."
+            )
+        if self.data.source != "synthetic" and not self.data.train:
+            raise ValueError(
+                f"data.source is {self.data.source!r} but data.train names no file or folder; add --data.train PATH."
+            )
+        for path in (*self.data.train, *self.data.validation):
+            if not path.exists() and "*" not in str(path):
+                raise ValueError(
+                    f"data path {path} does not exist (working directory {Path.cwd()}); check --data.train and "
+                    "--data.validation."
+                )
+        if self.data.source == "text" and model.vocab < BYTE_VOCAB:
+            raise ValueError(
+                f"model.vocab is {model.vocab}, but text data needs {BYTE_VOCAB} token ids: every byte and the end "
+                "of a document."
+            )
+        if not 0.0 < self.data.validation_share < 1.0:
+            raise ValueError(f"data.validation_share is {self.data.validation_share}; it must lie between 0 and 1.")
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        return self.checkpoint.folder or self.run_dir / "checkpoints"
+
+
+_AT_LEAST = {
+    **dict.fromkeys(("steps", "evaluate_every", "evaluate_sequences", "parallel.ranks", "checkpoint.every"), 0),
+    **dict.fromkeys(("tokens", "log_every", "checkpoint.keep"), 1),
+    **{f"parallel.{key}": 1 for key in ("slices", "micros", "micro_size", "warmup_per_hop")},
+    **{f"optimizer.{key}": 0 for key in ("learning_rate", "min_learning_rate", "warmup_steps", "weight_decay", "clip")},
+}
+
+
+def debug() -> TrainConfig:
+    """Seconds on any machine: synthetic tokens, a model of four blocks."""
+    return TrainConfig()
+
+
+def gpt3_1b() -> TrainConfig:
+    """GPT3-1B over two ranks, four slices of a 2048-token sequence, bf16; name your own token file with
+    --data.train."""
+    return TrainConfig(
+        model=ModelSettings(preset="gpt3_1b"),
+        data=DataSettings(source="bin"),
+        parallel=ParallelSettings(slices=4),
+        optimizer=OptimizerSettings(learning_rate=2e-4, min_learning_rate=2e-5, warmup_steps=200),
+        checkpoint=CheckpointSettings(every=500),
+        steps=10_000,
+        tokens=2048,
+        dtype="bf16",
+        evaluate_every=500,
+        run_dir=Path("runs/gpt3_1b"),
+    )
+
+
+def llama3_8b() -> TrainConfig:
+    """Llama-3 8B's shape on 8192-token sequences in 16 slices, bf16, from scratch; name your own token file with
+    --data.train."""
+    return TrainConfig(
+        model=ModelSettings(preset="llama3_8b"),
+        data=DataSettings(source="bin", token_dtype="uint32"),
+        parallel=ParallelSettings(slices=16, schedule="seq_1f1b", warmup_per_hop=2),
+        optimizer=OptimizerSettings(learning_rate=3e-4, min_learning_rate=3e-5, warmup_steps=1000),
+        checkpoint=CheckpointSettings(every=500),
+        steps=100_000,
+        tokens=8192,
+        dtype="bf16",
+        evaluate_every=1000,
+        run_dir=Path("runs/llama3_8b"),
+    )
+
+
+PRESETS = {function.__name__: function for function in (debug, gpt3_1b, llama3_8b)}
+
+
+def preset(name: str) -> TrainConfig:
+    """The preset of that name; ValueError with the nearest one otherwise."""
+    if name not in PRESETS:
+        raise ValueError(unknown("preset", name, PRESETS))
+    return PRESETS[name]()
