@@ -1,7 +1,7 @@
 """One step's data: token ids, targets and document borders of every sequence, known in full to every rank.
 
-A rank that holds only middle layers still needs the documents (masks, positions) and the target count (the loss divisor), so the whole
-batch's metadata goes everywhere and nothing is sliced into per-stage messages.
+A rank that holds only middle layers still needs the documents (masks, positions) and the target count (the loss
+divisor), so the whole batch's metadata goes everywhere and nothing is sliced into per-stage messages.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ NO_TARGET = -100  # the ignore_index of torch's cross entropy
 
 @dataclass(frozen=True)
 class Batch:
-    """`tokens` int64 [sequences, tokens]; `targets` the same shape, -100 where a token has no target; `document_starts` int32 [sequences, tokens]
-    gives for each token the position at which its document starts, or None when every sequence is one document."""
+    """`tokens` int64 [sequences, tokens]; `targets` the same shape, -100 where a token has no target;
+    `document_starts` int32 [sequences, tokens] gives for each token the position at which its document starts, or
+    None when every sequence is one document."""
 
     tokens: Tensor
     targets: Tensor
@@ -25,16 +26,19 @@ class Batch:
 
     def __post_init__(self) -> None:
         if self.tokens.dim() != 2 or self.tokens.dtype != torch.int64:
-            raise ValueError(f"Batch: tokens must be int64 [sequences, tokens], got {self.tokens.dtype} {list(self.tokens.shape)}.")
+            raise ValueError(
+                f"Batch: tokens must be int64 [sequences, tokens], got {self.tokens.dtype} {list(self.tokens.shape)}."
+            )
         if self.targets.shape != self.tokens.shape or self.targets.dtype != torch.int64:
             raise ValueError(
-                f"Batch: targets must be int64 {list(self.tokens.shape)} like tokens, got {self.targets.dtype} {list(self.targets.shape)}; "
-                f"use {NO_TARGET} for a token without a target."
+                f"Batch: targets must be int64 {list(self.tokens.shape)} like tokens, got {self.targets.dtype} "
+                f"{list(self.targets.shape)}; use {NO_TARGET} for a token without a target."
             )
         starts = self.document_starts
         if starts is not None and (starts.shape != self.tokens.shape or starts.dtype != torch.int32):
             raise ValueError(
-                f"Batch: document_starts must be int32 {list(self.tokens.shape)} like tokens, got {starts.dtype} {list(starts.shape)}."
+                f"Batch: document_starts must be int32 {list(self.tokens.shape)} like tokens, got {starts.dtype} "
+                f"{list(starts.shape)}."
             )
 
     @property

@@ -1,0 +1,138 @@
+"""What happens when a rank fails: the first failure is written down where every rank can read it, then connections
+are closed.
+
+A rank that raises records (rank, action, cause) in the store that torch.distributed already has, and lets go of its
+links.  Its neighbours' waits then end with an error at once, they find the record, and stop in the same way, so the
+news travels along the pipeline in milliseconds and every rank names the same origin.  A rank that was killed leaves
+no record; then the neighbour that noticed is the first to write one. A watchdog thread publishes each rank's
+position and prints all positions when nothing has moved for a while.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+
+logger = logging.getLogger("terapipe")
+
+STALL_SECONDS = 120.0  # no action finished for this long: print where every rank stands
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The origin of a failure: which rank, in which action (or position), and why."""
+
+    rank: int
+    action: str
+    cause: str
+
+
+class PipelineError(RuntimeError):
+    """A step failed on some rank; `failure` names the origin, on every rank.  `again`: the pipeline was used after
+    it."""
+
+    def __init__(self, failure: Failure, *, here: int, again: bool = False) -> None:
+        where = "" if here == failure.rank else f"rank {here} stopped because "
+        before = "this pipeline failed before and cannot be used again; make a new one. " if again else ""
+        super().__init__(f"{before}{where}rank {failure.rank} failed in {failure.action}: {failure.cause}")
+        self.failure = failure
+
+
+class FailureBoard:
+    """Shared memory of the ranks' failure and positions, over the default store; in one process without a store it
+    remembers nothing."""
+
+    SETTLE_SECONDS = 1.5  # a victim notices a closed connection before the origin's record may be visible
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+        store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+        self._store = None if store is None else dist.PrefixStore("terapipe", store)
+
+    def record(self, failure: Failure) -> Failure:
+        """Write a failure down unless another rank was first; returns the one that counts."""
+        if self._store is None:
+            return failure
+        try:
+            self._store.compare_set("failure", "", json.dumps(asdict(failure)))
+        except (
+            RuntimeError,
+            ValueError,
+        ) as error:  # the store may be gone with the rank that held it; then there is nobody left to tell
+            logger.debug("rank %d could not record its failure: %s", self.rank, error)
+        return self.origin(wait=False) or failure
+
+    def origin(self, *, wait: bool) -> Failure | None:
+        """The first recorded failure; with `wait`, give it a moment to appear."""
+        if self._store is None:
+            return None
+        deadline = time.monotonic() + (self.SETTLE_SECONDS if wait else 0.0)
+        while True:
+            try:
+                if self._store.check(["failure"]):
+                    return Failure(**json.loads(self._store.get("failure")))
+            except (RuntimeError, ValueError):
+                return None
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(0.05)
+
+    def publish(self, position: str) -> None:
+        """Let the other ranks know where this one stands."""
+        if self._store is not None:
+            self._store.set(f"position/{self.rank}", position)
+
+    def position(self, rank: int) -> str:
+        """Where `rank` stood when it last said so."""
+        key = f"position/{rank}"
+        try:
+            if self._store is not None and self._store.check([key]):
+                return self._store.get(key).decode()
+        except (RuntimeError, ValueError):
+            pass
+        return "an unknown action"
+
+
+class Watchdog:
+    """A daemon thread: publishes this rank's position once a second and, when it has not moved for `stall_seconds`,
+    logs every rank's."""
+
+    def __init__(self, board: FailureBoard, *, stall_seconds: float = STALL_SECONDS) -> None:
+        self._board, self._stall_seconds = board, stall_seconds
+        self._position, self._since, self._reported = "idle", time.monotonic(), False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="terapipe-watchdog", daemon=True)
+        self._thread.start()
+
+    def at(self, position: str) -> None:
+        """This rank starts something; called before each action."""
+        self._position, self._since, self._reported = position, time.monotonic(), False
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        published = ""
+        while not self._stop.wait(1.0):
+            position, since = self._position, self._since
+            try:
+                if position != published:
+                    self._board.publish(position)
+                    published = position
+                if position != "idle" and time.monotonic() - since > self._stall_seconds and not self._reported:
+                    self._reported = True
+                    lines = [f"  rank {rank}: {self._board.position(rank)}" for rank in range(self._board.ranks)]
+                    logger.warning(
+                        "no progress on rank %d for %.0f s:\n%s",
+                        self._board.rank,
+                        self._stall_seconds,
+                        "\n".join(lines),
+                    )
+            except (RuntimeError, ValueError):  # the store went away: the step itself will say so
+                return

@@ -1,0 +1,181 @@
+"""Runs action lists: for each action take its input from its link, run the stage, hand the output on.
+
+`RankProgram` is one rank: its stages, its links' ends and its place in the list.  With links that block (`dist`),
+`run_to_end` is the whole interpreter; with local links one thread steps several programs, running whichever has its
+input and a free slot (`run_together`), so the plan's slots are honoured in both.  Every action is timed; waiting for
+an input is a row of its own in the timeline.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from terapipe.engine.batch import Batch
+from terapipe.engine.stage import Stage
+from terapipe.schedule import Action, Schedule, Transfer, sent_by, taken_by
+from terapipe.schedule import Link as PlannedLink
+from tpkernels.links import Key, Link, LocalLink
+
+
+@dataclass(frozen=True)
+class Span:
+    """One stretch of a rank's time in seconds of `time.perf_counter`; `kind` "compute" or "wait"."""
+
+    rank: int
+    action: Action
+    kind: str
+    start: float
+    end: float
+
+
+class ActionError(Exception):
+    """Wraps what an action raised, so that the pipeline can say where."""
+
+    def __init__(self, rank: int, action: Action, cause: BaseException) -> None:
+        super().__init__(f"rank {rank}, action {action}: {cause}")
+        self.rank, self.action, self.cause = rank, action, cause
+
+
+def key_of(transfer: Transfer) -> Key:
+    return (transfer.stage, transfer.micro, transfer.slice)
+
+
+class RankProgram:
+    """One rank's list of actions with all it needs to run them."""
+
+    def __init__(
+        self,
+        rank: int,
+        schedule: Schedule,
+        stages: Mapping[int, Stage],
+        links: Mapping[PlannedLink, Link],
+        *,
+        at: Callable[[str], None] = lambda position: None,
+    ) -> None:
+        self.rank, self.schedule, self.stages, self.links = rank, schedule, dict(stages), dict(links)
+        self.spans: list[Span] = []
+        self._at = at
+        self._actions: Sequence[Action] = ()
+        self._next = 0
+        self._micros: Sequence[Batch] = ()
+        self._scale: Tensor | None = None
+        self._beside: dict[Key, Tensor] = {}  # outputs for a stage on this same rank
+
+    def begin(self, micros: Sequence[Batch], scale: Tensor | None, *, actions: Sequence[Action]) -> None:
+        """Set the step up: `micros` the batch cut by micro, `scale` one over the number of targets, None when
+        evaluating."""
+        self._actions, self._next, self._micros, self._scale = actions, 0, micros, scale
+        self.spans = []
+        self._beside.clear()
+        for stage in self.stages.values():
+            stage.begin(evaluating=scale is None)
+
+    @property
+    def finished(self) -> bool:
+        return self._next == len(self._actions)
+
+    def runnable(self) -> bool:
+        """Whether the next action has its input and a free slot for its output (local links only; they never block)."""
+        if self.finished:
+            return False
+        action = self._actions[self._next]
+        taken, sent = taken_by(self.schedule, action), sent_by(self.schedule, action)
+        if taken is not None:
+            source = self.links[taken.link]
+            assert isinstance(source, LocalLink)
+            if not source.ready(key_of(taken)):
+                return False
+        if sent is not None:
+            target = self.links[sent.link]
+            assert isinstance(target, LocalLink)
+            return target.free(key_of(sent))
+        return True
+
+    def run_to_end(self) -> None:
+        while not self.finished:
+            self.run_next()
+
+    def run_next(self) -> None:
+        """One action.  Whatever it raises comes out as ActionError with rank and action."""
+        action = self._actions[self._next]
+        self._at(f"{action} ({self._next + 1} of {len(self._actions)})")
+        try:
+            with record_function(f"terapipe:{action}"):
+                self._run(action)
+        except Exception as error:
+            raise ActionError(self.rank, action, error) from error
+        self._next += 1
+
+    def _run(self, action: Action) -> None:
+        began = time.perf_counter()
+        arrived = self._take(action)
+        ready = time.perf_counter()
+        stage, micro, piece = self.stages[action.stage], action.micro, action.slice
+        if action.is_forward:
+            output = stage.forward(micro, piece, arrived, self._micros[micro])
+        else:
+            gradient = self._scale if stage.last else arrived
+            assert gradient is not None
+            output = stage.backward(micro, piece, gradient)
+        computed = time.perf_counter()
+        if output is not None:
+            self._put(action, output)
+        self._release(action)
+        if ready - began > 0 and taken_by(self.schedule, action) is not None:
+            self.spans.append(Span(self.rank, action, "wait", began, ready))
+        self.spans.append(Span(self.rank, action, "compute", ready, computed))
+
+    def _take(self, action: Action) -> Tensor | None:
+        transfer = taken_by(self.schedule, action)
+        if transfer is not None:
+            return self.links[transfer.link].take(key_of(transfer))
+        return self._beside.pop((action.stage, action.micro, action.slice), None)
+
+    def _put(self, action: Action, output: Tensor) -> None:
+        transfer = sent_by(self.schedule, action)
+        if transfer is not None:
+            self.links[transfer.link].put(key_of(transfer), output)
+        else:
+            neighbour = action.stage + (1 if action.is_forward else -1)
+            self._beside[neighbour, action.micro, action.slice] = output
+
+    def _release(self, action: Action) -> None:
+        """Slots are resident: activations are released after the slice's backward, gradients too; when evaluating, at
+        once."""
+        evaluating = self._scale is None
+        if action.is_forward and not evaluating:
+            return
+        forward = Action(action.stage, "F", action.micro, action.slice)
+        for used in (forward,) if evaluating else (forward, action):
+            transfer = taken_by(self.schedule, used)
+            if transfer is not None:
+                self.links[transfer.link].release(key_of(transfer))
+
+
+def run_together(programs: Sequence[RankProgram]) -> None:
+    """Step all programs in one thread until all are done.  `check` has proved that this cannot stall."""
+    while not all(program.finished for program in programs):
+        moved = False
+        for program in programs:
+            while program.runnable():
+                program.run_next()
+                moved = True
+        assert moved, "a checked plan stalled: " + ", ".join(
+            f"rank {p.rank} at {p._actions[p._next]}" for p in programs if not p.finished
+        )
+
+
+def forward_actions(schedule: Schedule, rank: int) -> list[Action]:
+    """The forwards of a rank in order: what evaluation runs."""
+    return [action for action in schedule[rank] if action.is_forward]
+
+
+def one_over(count: int, device: torch.device) -> Tensor:
+    """The scalar that turns a loss sum into the mean over `count` targets when used as its output gradient."""
+    return torch.tensor(1.0 / count, dtype=torch.float64).to(device)

@@ -1,0 +1,391 @@
+"""The engine: trains a list of layers as a pipeline of token slices, as a plan says.
+
+    pipeline = Pipeline(layers, plan, hidden_size=128)
+    result = pipeline.step(batch)          # forward, backward, reduce; gradients in .grad of named_parameters()
+    optimizer.step()
+
+A layer is anything with `forward(hidden, cache, mask, positions)`.  In one process all ranks of the plan are stepped
+by one thread over local links; with as many processes as the plan has ranks each runs its own list over
+torch.distributed.  The numbers are the same. The trap: a failed step leaves connections closed, so a Pipeline that
+raised PipelineError cannot be used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from terapipe.engine.batch import Batch
+from terapipe.engine.census import Tie, own_parameters, take_census
+from terapipe.engine.failure import Failure, FailureBoard, PipelineError, Watchdog
+from terapipe.engine.interpreter import ActionError, RankProgram, forward_actions, key_of, one_over, run_together
+from terapipe.engine.loss import cross_entropy_sum
+from terapipe.engine.reduction import copy_tied_values, squared_norms, sum_tied_gradients
+from terapipe.engine.stage import Loss, Stage
+from terapipe.engine.wiring import Expected, Wiring, open_dist_wiring, open_local_wiring
+from terapipe.schedule import Plan
+from terapipe.schedule.trace import TraceEvent
+from tpkernels.links import LinkError
+
+LayerSource = nn.Module | Callable[[], nn.Module]
+"""A layer, or a factory of one that is called only on the rank that owns it."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """`loss` in nats per target and `grad_norm` of the whole model, the same on every rank; `seconds` of this rank's
+    step; `bubble_share` the share of all ranks' time in which they did not compute."""
+
+    loss: float
+    tokens: int
+    grad_norm: float
+    seconds: float
+    bubble_share: float
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """`loss` in nats per target over `tokens` targets, the same on every rank."""
+
+    loss: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes on this process: its peak (of the process on a CPU, of the allocator on a GPU), K/V caches, gradient
+    accumulators."""
+
+    peak_bytes: int
+    cache_bytes: int
+    accumulator_bytes: int
+
+
+class Pipeline:
+    """Runs `plan` over `layers` (global name -> layer or factory, first to last; a list gets the names "0", "1", ...).
+
+    loss: (output of the last layer, targets) -> sum over targets.  hidden_size: last dimension of what stages hand on.
+    ties: pairs of global parameter names with one value.  links: "local" (this process runs every rank), "dist" (one
+    process a rank), or "auto". dtype: of hidden states and caches; parameters of 16 bits get fp32 gradients. Raises
+    ValueError before any work when layers, plan, processes and parameters do not fit.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, LayerSource] | Sequence[LayerSource],
+        plan: Plan,
+        *,
+        hidden_size: int,
+        loss: Loss = cross_entropy_sum,
+        ties: Sequence[Tie] = (),
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        links: str = "auto",
+    ) -> None:
+        named = (
+            dict(layers) if isinstance(layers, Mapping) else {str(index): layer for index, layer in enumerate(layers)}
+        )
+        self.plan, self._dtype, self._hidden_size = plan, dtype, hidden_size
+        self._device = torch.device(device)
+        processes = dist.get_world_size() if dist.is_initialized() else 1
+        self._local = _choose_links(links, plan, processes)
+        self.rank = 0 if self._local else dist.get_rank()
+        self.ranks = plan.ranks
+        _check_layers(named, plan)
+        owned_ranks = range(plan.ranks) if self._local else (self.rank,)
+        stages = {
+            rank: {index: self._build_stage(index, named, loss) for index in plan.schedule.rank_stages(rank)}
+            for rank in owned_ranks
+        }
+        own = {
+            name: layer
+            for by_index in stages.values()
+            for stage in by_index.values()
+            for name, layer in stage.layers.items()
+        }
+        reports = [own_parameters(own, self.rank)]
+        if not self._local:
+            gathered: list[object] = [None] * processes
+            dist.all_gather_object(gathered, reports[0])
+            reports = gathered  # type: ignore[assignment]
+        self.census = take_census(reports, list(named), ties)
+        self._parameters = {
+            f"{layer}.{name}": parameter
+            for layer, module in own.items()
+            for name, parameter in module.named_parameters()
+        }
+        for parameter in self._parameters.values():
+            if parameter.dtype.itemsize < 4:
+                parameter.grad_dtype = torch.float32
+        slots = plan.slots
+        self._wiring: Wiring = (
+            open_local_wiring(plan.schedule, slots, dtype, self._device)
+            if self._local
+            else open_dist_wiring(
+                plan.schedule, slots, dtype, self._device, self.rank, ties=self.census.ties, owner=self.census.owner
+            )
+        )
+        self._board = FailureBoard(self.rank, 1 if self._local else plan.ranks)
+        self._watchdog = None if self._local else Watchdog(self._board)
+        at = self._watchdog.at if self._watchdog is not None else lambda position: None
+        self._programs = [
+            RankProgram(rank, plan.schedule, stages[rank], self._wiring.links, at=at) for rank in owned_ranks
+        ]
+        self._step_began = 0.0
+        self._broken: PipelineError | None = None
+        copy_tied_values(self._parameters, self.census, self._wiring)
+
+    def step(self, batch: Batch) -> StepResult:
+        """Gradients of the mean loss over `batch`, replacing those of the step before, and the loss itself.
+
+        batch: `plan.micros * plan.micro_size` sequences of `plan.tokens` tokens, the same on every rank."""
+        self._check_batch(batch)
+        self.zero_grad()
+        targets = batch.num_targets
+        if targets == 0:
+            raise ValueError("step: the batch has no target (every one is -100), so its loss is undefined.")
+        began = time.perf_counter()
+        self._run(batch, one_over(targets, self._device), evaluating=False)
+        with self._failing_in("the gradient reduction"):
+            sum_tied_gradients(self._parameters, self.census, self._wiring)
+            squares = squared_norms(self._parameters, self.census)
+            busy = sum(
+                span.end - span.start for program in self._programs for span in program.spans if span.kind == "compute"
+            )
+            elapsed = time.perf_counter() - began
+            table = self._wiring.sum_over_ranks([self._loss_sum(), busy, elapsed * len(self._programs), *squares])
+        loss, busy, available = table[0] / targets, table[1], table[2]
+        for program in self._programs:
+            for stage in program.stages.values():
+                stage.assert_drained()
+        return StepResult(
+            loss=loss,
+            tokens=batch.tokens.numel(),
+            grad_norm=math.sqrt(math.fsum(table[3:])),
+            seconds=time.perf_counter() - began,
+            bubble_share=max(0.0, 1.0 - busy / available) if not self._local else 0.0,
+        )
+
+    def evaluate(self, batch: Batch) -> EvaluationResult:
+        """The mean loss over `batch` (shaped as for `step`) without gradients; may come before, between and after
+        steps."""
+        self._check_batch(batch)
+        targets = batch.num_targets
+        if targets == 0:
+            raise ValueError("evaluate: the batch has no target (every one is -100), so its loss is undefined.")
+        self._run(batch, None, evaluating=True)
+        with self._failing_in("the loss reduction"):
+            table = self._wiring.sum_over_ranks([self._loss_sum()])
+        return EvaluationResult(loss=table[0] / targets, tokens=targets)
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Global name -> parameter, for the layers of this process."""
+        return dict(self._parameters)
+
+    def layers(self) -> dict[str, nn.Module]:
+        """Global name -> layer, for the layers of this process."""
+        return {
+            name: layer
+            for program in self._programs
+            for stage in program.stages.values()
+            for name, layer in stage.layers.items()
+        }
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def timeline(self) -> list[TraceEvent]:
+        """The last step of every rank, in seconds from its start; a collective call: every rank makes it, every rank
+        gets all rows."""
+        own = [
+            (
+                span.rank,
+                str(span.action),
+                span.start - self._step_began,
+                span.end - self._step_began,
+                span.kind,
+                self._step_began,
+            )
+            for program in self._programs
+            for span in program.spans
+        ]
+        rows = [row for report in self._wiring.gather(own) for row in report]
+        # Ranks of one host share a clock; the step's start on the earliest rank is time zero.
+        zero = min((began for *_, began in rows), default=0.0)
+        return [
+            _trace_event(rank, label, start + began - zero, end + began - zero, kind)
+            for rank, label, start, end, kind, began in rows
+        ]
+
+    def memory(self) -> MemoryReport:
+        """Peak and cache bytes of this process."""
+        stages = [stage for program in self._programs for stage in program.stages.values()]
+        if self._device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._device)
+        else:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return MemoryReport(
+            peak, sum(stage.cache_bytes() for stage in stages), sum(stage.accumulator_bytes() for stage in stages)
+        )
+
+    def close(self) -> None:
+        """Let go of links and threads.  Safe to call twice."""
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        self._wiring.close()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _build_stage(self, index: int, named: Mapping[str, LayerSource], loss: Loss) -> Stage:
+        first, last = self.plan.stages[index]
+        layers: dict[str, nn.Module] = {}
+        for name in list(named)[first:last]:
+            source = named[name]
+            layer = source if isinstance(source, nn.Module) else source()
+            if not isinstance(layer, nn.Module):
+                raise ValueError(
+                    f"layer {name!r} is a {type(layer).__name__}; it must be an nn.Module, or a function that makes one."
+                )
+            layers[name] = layer.to(self._device)
+        return Stage(
+            index,
+            layers,
+            slice_lengths=self.plan.slices,
+            micro_size=self.plan.micro_size,
+            first=index == 0,
+            last=index == len(self.plan.stages) - 1,
+            loss=loss,
+            device=self._device,
+            dtype=self._dtype,
+        )
+
+    def _check_batch(self, batch: Batch) -> None:
+        if self._broken is not None:
+            raise PipelineError(self._broken.failure, here=self.rank, again=True)
+        sequences = self.plan.micros * self.plan.micro_size
+        if tuple(batch.tokens.shape) != (sequences, self.plan.tokens):
+            raise ValueError(
+                f"the batch has {list(batch.tokens.shape)} tokens, but the plan runs {self.plan.micros} micros of "
+                f"{self.plan.micro_size} sequences, {self.plan.tokens} tokens each: give "
+                f"[{sequences}, {self.plan.tokens}]."
+            )
+
+    def _run(self, batch: Batch, scale: Tensor | None, *, evaluating: bool) -> None:
+        batch = batch.to(self._device)
+        micros = [batch.micro(index, self.plan.micro_size) for index in range(self.plan.micros)]
+        self._step_began = time.perf_counter()
+        try:
+            self._wiring.expect(self._expected(evaluating))
+            for program in self._programs:
+                schedule = self.plan.schedule
+                actions = forward_actions(schedule, program.rank) if evaluating else list(schedule[program.rank])
+                program.begin(micros, scale, actions=actions)
+            if self._local:
+                run_together(self._programs)
+            else:
+                self._programs[0].run_to_end()
+            self._wiring.finish()
+        except ActionError as error:
+            self._fail(str(error.action), error.cause, rank=error.rank)
+        except Exception as error:
+            self._fail("the end of the step", error, rank=self.rank)
+        finally:
+            if self._watchdog is not None:
+                self._watchdog.at("idle")
+
+    def _expected(self, evaluating: bool) -> Expected:
+        """Per link the keys and shapes of the step's transfers, in order."""
+        return {
+            link: [
+                (key_of(transfer), (self.plan.micro_size, self.plan.slices[transfer.slice], self._hidden_size))
+                for transfer in transfers
+                if not evaluating or link.direction == "F"
+            ]
+            for link, transfers in self.plan.slots.order.items()
+        }
+
+    def _loss_sum(self) -> float:
+        losses: dict[tuple[int, int], float] = {}
+        for program in self._programs:
+            for stage in program.stages.values():
+                losses |= stage.losses()
+        return math.fsum(losses.values())
+
+    @contextlib.contextmanager
+    def _failing_in(self, action: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._fail(action, error, rank=self.rank)
+
+    def _fail(self, action: str, cause: BaseException, *, rank: int) -> None:
+        """Record the failure, close the links so that neighbours notice, drop the state, and raise with the origin."""
+        failure = Failure(rank, action, f"{type(cause).__name__}: {cause}")
+        lost = cause.lost_peer if isinstance(cause, LinkError) else None
+        # A closed connection is somebody else's failure, whose record may need a moment to become readable.
+        origin = self._board.origin(wait=lost is not None or "onnection" in str(cause))
+        if origin is None:
+            if lost is not None:
+                ended = f"the process ended without a report; rank {rank} noticed in {action}: {cause}"
+                failure = Failure(lost, self._board.position(lost), ended)
+            origin = self._board.record(failure)
+        error = PipelineError(origin, here=rank)
+        self._broken = error
+        for program in self._programs:
+            for stage in program.stages.values():
+                stage.discard()
+        self.zero_grad()
+        self.close()
+        raise error from cause
+
+
+def _choose_links(links: str, plan: Plan, processes: int) -> bool:
+    """Whether this process runs every rank of the plan."""
+    if links not in ("auto", "local", "dist"):
+        raise ValueError(f"unknown links {links!r}; choose 'auto', 'local' or 'dist'.")
+    local = links == "local" or (links == "auto" and processes == 1)
+    if not local and processes != plan.ranks:
+        started = f"{processes} processes were started" if dist.is_initialized() else "no process group was started"
+        raise ValueError(
+            f"the plan has {plan.ranks} ranks but {started}; start {plan.ranks} (torchrun --nproc-per-node {plan.ranks}, or "
+            f"--local-ranks {plan.ranks}); or make a plan for {processes}."
+        )
+    if local and processes > 1:
+        raise ValueError(
+            f"links='local' runs every rank in one process, but {processes} processes were started; start one."
+        )
+    return local
+
+
+def _check_layers(named: Mapping[str, LayerSource], plan: Plan) -> None:
+    if len(named) != plan.layers:
+        raise ValueError(
+            f"{len(named)} layers were given but the plan's stages cover {plan.layers}: {list(plan.stages)}."
+        )
+    split = [str(action) for action in plan.schedule.actions() if action.kind not in ("F", "B")]
+    if split:
+        raise ValueError(
+            f"the engine runs forward (F) and full backward (B) actions; the schedule also has {split[0]}."
+        )
+
+
+def _trace_event(rank: int, label: str, start_s: float, end_s: float, kind: str) -> TraceEvent:
+    return TraceEvent(rank, label, start_s, end_s, kind)

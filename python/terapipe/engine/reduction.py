@@ -1,0 +1,66 @@
+"""What the ranks agree on after their actions: tied parameters' gradients and the norm of the whole model's gradient.
+
+The norm is a sum of fp64 sums, one per parameter in the order of global names, so it does not depend on which rank
+owns what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from terapipe.engine.census import Census
+from terapipe.engine.wiring import Wiring
+
+Parameters = Mapping[str, nn.Parameter]
+"""Global name -> parameter, of this process."""
+
+
+def squared_norms(parameters: Parameters, census: Census) -> list[float]:
+    """One fp64 sum of squares per parameter of the whole model, in global order; zero where this process does not
+    own it and for the copies of tied parameters."""
+    owned = [
+        (index, parameters[name].grad)
+        for index, name in enumerate(census.names)
+        if name in parameters and name not in census.tied_copies
+    ]
+    norms = [(index, torch.linalg.vector_norm(grad, dtype=torch.float64)) for index, grad in owned if grad is not None]
+    values = torch.stack([norm for _, norm in norms]).square().tolist() if norms else []
+    squares = [0.0] * len(census.names)
+    for (index, _), value in zip(norms, values, strict=True):
+        squares[index] = value
+    return squares
+
+
+def sum_tied_gradients(parameters: Parameters, census: Census, wiring: Wiring) -> None:
+    """Both copies of a tied parameter get the sum of their gradients, added in the same order on both ranks."""
+    for original, copy in census.ties:
+        here = parameters.get(original), parameters.get(copy)
+        grads = [None if parameter is None else _gradient_of(parameter) for parameter in here]
+        if grads == [None, None]:
+            continue
+        first = wiring.share(original, grads[0], like=grads[1])
+        second = wiring.share(copy, grads[1], like=grads[0])
+        assert first is not None and second is not None
+        for parameter in here:
+            if parameter is not None:
+                parameter.grad = first + second
+
+
+@torch.no_grad()
+def copy_tied_values(parameters: Parameters, census: Census, wiring: Wiring) -> None:
+    """Copies start from their original's value; equal gradients and equal optimizers then keep them bit-equal."""
+    for original, copy in census.ties:
+        value = wiring.share(original, parameters.get(original), like=parameters.get(copy))
+        if copy in parameters:
+            assert value is not None
+            parameters[copy].copy_(value)
+
+
+def _gradient_of(parameter: nn.Parameter) -> Tensor:
+    """Its gradient, zeros if no slice reached it."""
+    if parameter.grad is not None:
+        return parameter.grad
+    return torch.zeros_like(parameter, dtype=torch.float32 if parameter.dtype.itemsize < 4 else parameter.dtype)
