@@ -1,4 +1,4 @@
-"""tpkernels: attention over a prefix cache whose backward works through the cache, and its backends. Never imports terapipe."""
+"""tpkernels: attention over a prefix cache, whose backward works through the cache. Never imports terapipe."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ The one trap: document_starts holds ABSOLUTE starts, one per position of the who
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -102,7 +103,7 @@ class Mask:
             totals = [int(total) for total in cu_seqlens]
             if not totals or totals[0] != 0:
                 raise ValueError(f"Mask.from_documents: cu_seqlens starts with 0, got {totals[:1]}")
-            rows = [[after - before for before, after in zip(totals, totals[1:], strict=False)]]
+            rows = [[after - before for before, after in itertools.pairwise(totals)]]
         else:
             assert lengths is not None
             rows = [list(row) if isinstance(row, Sequence) else [int(row)] for row in lengths]
@@ -113,13 +114,11 @@ class Mask:
         sums = [sum(row) for row in rows]
         if len(set(sums)) > 1:
             raise ValueError(f"Mask.from_documents: batch rows hold {sums} tokens; every row needs the same number")
-        starts = [
-            [start for i, length in enumerate(row) for start in [sum(row[:i])] * length] for row in rows
-        ]
+        starts = [[start for i, length in enumerate(row) for start in [sum(row[:i])] * length] for row in rows]
         return cls(window=window, document_starts=torch.tensor(starts, dtype=torch.int32, device=device))
 
     def positions(self, start: int, length: int, device: torch.device | str | None = None) -> Tensor:
-        """Document-relative positions of tokens [start, start + length): int64 [batch, length], [1, length] without documents.
+        """Document-relative positions of tokens [start, start + length): int64 [rows of document_starts or 1, length].
 
         Learned and rotary positions use these, so that packed documents equal separate ones.
         """
@@ -128,7 +127,8 @@ class Mask:
             return torch.arange(start, start + length, device=device)[None]
         if start < 0 or start + length > starts.shape[1]:
             raise ValueError(
-                f"Mask.positions: tokens [{start}, {start + length}) but document_starts covers {starts.shape[1]} positions"
+                f"Mask.positions: tokens [{start}, {start + length}) but document_starts covers {starts.shape[1]} "
+                "positions"
             )
         absolute = torch.arange(start, start + length, device=starts.device)
         relative = absolute - starts[:, start : start + length]

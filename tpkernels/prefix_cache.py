@@ -12,14 +12,17 @@ last to first, even of one whose output reaches no loss (with a zero gradient).
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 _identities = itertools.count(1)
 
-# Slots of PrefixCache.position.
-LENGTH, BACKWARD_END, GENERATION, IDENTITY = range(4)
+# Slots of PrefixCache.position, written by forwards, and of PrefixCache.progress, written by backwards: two tensors,
+# because torch.compile cannot trace an input that both the forward and the backward graph mutate.
+LENGTH, GENERATION, IDENTITY, SLICE_STARTS = range(4)
+BACKWARD_END, BACKWARD_GENERATION = range(2)
 # Slots of GradientAccumulator.state.
 OWNER, PRELOADED = range(2)
 
@@ -29,6 +32,32 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+class BackwardView(NamedTuple):
+    """What backwards read of a cache: the same memory through other tensors (see `_other_handle`)."""
+
+    k: Tensor
+    v: Tensor
+    position: Tensor
+
+
+def _other_handle(tensor: Tensor) -> Tensor:
+    """The same memory behind a storage of its own.
+
+    torch.compile gives a backward graph the value that a tensor had when its forward graph ended, as a copy if later
+    forwards write to it. A backward needs the length of today and no copy of K and V, so it reads through this handle,
+    which the compiler takes for an input that no forward writes.
+    """
+    if torch.compiler.is_compiling() or type(tensor) is not Tensor or tensor.is_meta:
+        return tensor  # no memory to share (a cache made in traced code, a fake or a meta tensor)
+    return torch.from_dlpack(tensor)
+
+
+def backward_end(position: Tensor, progress: Tensor) -> int:
+    """End of the next slice whose backward may run, from the cache's two position tensors."""
+    started = int(progress[BACKWARD_GENERATION]) == int(position[GENERATION])
+    return int(progress[BACKWARD_END] if started else position[LENGTH])
+
+
 def _check_sizes(name: str, **sizes: int) -> None:
     for what, size in sizes.items():
         if size < 0:
@@ -36,7 +65,7 @@ def _check_sizes(name: str, **sizes: int) -> None:
 
 
 class GradientAccumulator:
-    """dk [batch, capacity, kv_heads, head_dim], dv [batch, capacity, kv_heads, value_head_dim]: sums over slices, in fp32.
+    """dk [batch, capacity, kv_heads, head_dim], dv [batch, capacity, kv_heads, value_head_dim]: fp32 sums over slices.
 
     Uninitialised: the first backward of a micro (its last slice) zeroes the rows it needs, unless `preload` was called.
     state: int64 CPU tensor [identity of the cache whose backward is under way (0: none), preloaded rows].
@@ -63,7 +92,9 @@ class GradientAccumulator:
             value_head_dim=value_head_dim,
         )
         if dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"GradientAccumulator: dtype is {dtype}; sums over slices need torch.float32 or torch.float64")
+            raise ValueError(
+                f"GradientAccumulator: dtype is {dtype}; sums over slices need torch.float32 or torch.float64"
+            )
         # Never inference tensors: those could not be written by a later backward outside inference mode.
         with torch.inference_mode(False):
             self.dk = torch.empty(batch, capacity, kv_heads, head_dim, dtype=dtype, device=device)
@@ -71,7 +102,7 @@ class GradientAccumulator:
             self.state = torch.zeros(2, dtype=torch.int64)
 
     def preload(self, dk: Tensor, dv: Tensor) -> None:
-        """Start the next backward from these values for rows [0, n) instead of zero; shapes [batch, n, kv_heads, dim]."""
+        """Start the next backward from these values in rows [0, n), not from zero; [batch, n, kv_heads, dim]."""
         rows = dk.shape[1] if dk.dim() == 4 else -1
         for name, given, own in (("dk", dk, self.dk), ("dv", dv, self.dv)):
             expected = [own.shape[0], rows, *own.shape[2:]]
@@ -108,9 +139,10 @@ class PrefixCache:
     """Prefix cache of one micro in one attention layer; see the top of this file.
 
     accumulator: where backwards add; None makes one of its own when the first backward needs it.
-    position: int64 CPU tensor [forward length, backward end, generation, identity]. `length` tokens are present; rows
-    at and after `backward end` have their final gradient (equal to `length`: no backward has run yet). The generation
-    counts resets, so that the backward of a slice from before a reset is refused. The attention op checks and moves it.
+    position: int64 CPU tensor [length, generation, identity, slice start by slice end...]; `length` tokens are present,
+    generation counts resets, so that the backward of a slice from before a reset is refused.
+    progress: int64 CPU tensor [backward end, its generation]; rows at and after the end have their final gradient. From
+    another generation it says that no backward has run yet. The attention op checks and moves both tensors.
     """
 
     def __init__(
@@ -137,7 +169,10 @@ class PrefixCache:
         with torch.inference_mode(False):
             self.k = torch.empty(batch, capacity, kv_heads, head_dim, dtype=dtype, device=device)
             self.v = torch.empty(batch, capacity, kv_heads, value_head_dim, dtype=dtype, device=device)
-            self.position = torch.tensor([0, 0, 0, next(_identities)], dtype=torch.int64)
+            self.position = torch.zeros(SLICE_STARTS + capacity + 1, dtype=torch.int64)
+            self.position[IDENTITY] = next(_identities)
+            self.progress = torch.full((2,), -1, dtype=torch.int64)
+            self.backward_view = BackwardView(*(_other_handle(x) for x in (self.k, self.v, self.position)))
         self.accumulator = accumulator
         if accumulator is not None:
             self._check_accumulator(accumulator)
@@ -145,13 +180,11 @@ class PrefixCache:
     def _check_accumulator(self, accumulator: GradientAccumulator) -> None:
         wanted = accumulator_dtype(self.k.dtype)
         for name, own, sums in (("dk", self.k, accumulator.dk), ("dv", self.v, accumulator.dv)):
-            fits = (
-                sums.shape[0] == own.shape[0] and sums.shape[1] >= own.shape[1] and sums.shape[2:] == own.shape[2:]
-            )
+            fits = sums.shape[0] == own.shape[0] and sums.shape[1] >= own.shape[1] and sums.shape[2:] == own.shape[2:]
             if not fits or sums.dtype != wanted or sums.device != own.device:
                 raise ValueError(
-                    f"PrefixCache: accumulator {name} is {list(sums.shape)} {sums.dtype} on {sums.device}, but the cache "
-                    f"needs {list(own.shape)} (capacity or more) {wanted} on {own.device}"
+                    f"PrefixCache: accumulator {name} is {list(sums.shape)} {sums.dtype} on {sums.device}, but the "
+                    f"cache needs {list(own.shape)} (capacity or more) {wanted} on {own.device}"
                 )
 
     def require_accumulator(self) -> GradientAccumulator:
@@ -173,6 +206,11 @@ class PrefixCache:
     def length(self) -> int:
         """Tokens present: where the next slice starts."""
         return int(self.position[LENGTH])
+
+    @property
+    def backward_end(self) -> int:
+        """Where the next backward's slice ends: `length` before the first one, 0 when all have run."""
+        return backward_end(self.position, self.progress)
 
     @property
     def capacity(self) -> int:
@@ -201,7 +239,6 @@ class PrefixCache:
             if self.accumulator is not None and int(self.accumulator.state[OWNER]) == identity:
                 self.accumulator.reset()
             self.position[LENGTH] = 0
-            self.position[BACKWARD_END] = 0
             self.position[GENERATION] += 1
 
     def __repr__(self) -> str:

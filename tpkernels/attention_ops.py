@@ -1,0 +1,389 @@
+"""The two raw mutating ops of prefix attention, `tpkernels::prefix_attention_forward` and `_backward`, and their checks.
+
+They resolve where the slice starts, check the order of slices against the cache, pick the backend and run it. Neither
+has an autograd formula (torch refuses one on an op that mutates its inputs): attention.py ties them together.
+
+The one trap: nothing may be moved or written before the last check, so that an error leaves cache and accumulator as
+they were; and no check may move out of the ops, because under torch.compile the positions are known only here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tpkernels import backends
+from tpkernels.mask import RawMask
+from tpkernels.prefix_cache import (
+    BACKWARD_END,
+    BACKWARD_GENERATION,
+    GENERATION,
+    IDENTITY,
+    LENGTH,
+    OWNER,
+    PRELOADED,
+    SLICE_STARTS,
+    accumulator_dtype,
+    backward_end,
+)
+
+
+class Settings(NamedTuple):
+    """The scalars of a call, in the order of both schemas; windows are -1 for none, backend "" for automatic."""
+
+    causal: bool
+    window_left: int
+    window_right: int
+    scale: float
+    softcap: float
+    deterministic: bool
+    backend: str
+
+
+_SETTINGS = (
+    "bool causal, SymInt window_left, SymInt window_right, float scale, float softcap, bool deterministic, str backend"
+)
+
+
+class _Slice(NamedTuple):
+    """Tokens [start, end) of a sequence."""
+
+    start: int
+    end: int
+
+    def __str__(self) -> str:
+        return f"[{self.start}, {self.end})"
+
+
+# ---- forward ---------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op(
+    "tpkernels::prefix_attention_forward",
+    mutates_args=("cache_k", "cache_v", "position"),
+    schema=(
+        "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? document_starts, Tensor(a!)? cache_k, "
+        "Tensor(b!)? cache_v, Tensor(c!)? position, Tensor? progress, SymInt? start, "
+        f"{_SETTINGS}) -> (Tensor, Tensor, Tensor)"
+    ),
+)
+def forward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    document_starts: Tensor | None,
+    cache_k: Tensor | None,
+    cache_v: Tensor | None,
+    position: Tensor | None,
+    progress: Tensor | None,
+    start: int | None,
+    *scalars: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> out [B, T, Hq, Dv], lse [B, Hq, T], record int64 CPU [start, cache generation]."""
+    settings = Settings(*scalars)
+    batch, tokens, query_heads, _ = q.shape
+    generation = 0
+    append = False
+    if position is None:
+        piece = _Slice(k.shape[1] - tokens, k.shape[1])
+    else:
+        assert progress is not None and cache_k is not None and cache_v is not None
+        piece = _placed(position, start, tokens)
+        append = _is_append(piece, position, progress, capacity=cache_k.shape[1])
+        generation = int(position[GENERATION])
+    mask = _raw_mask(settings, document_starts, piece, batch)
+    backend = backends.select(_call(q, k, v, sinks, mask, settings), settings.backend)
+
+    if cache_k is not None and cache_v is not None:
+        if append:
+            cache_k[:, piece.start : piece.end].copy_(k)
+            cache_v[:, piece.start : piece.end].copy_(v)
+        k, v = cache_k[:, : piece.end], cache_v[:, : piece.end]
+    out = q.new_empty(batch, tokens, query_heads, v.shape[3])
+    lse = torch.empty(batch, query_heads, tokens, dtype=accumulator_dtype(q.dtype), device=q.device)
+    if lse.numel() and not k.shape[1]:  # no key at all: every row is empty
+        out.zero_()
+        lse.copy_(lse.new_tensor(-math.inf) if sinks is None else sinks[:, None])
+    elif lse.numel():
+        with torch.autocast(q.device.type, enabled=False):
+            backend.forward(
+                _last_dim_contiguous(q),
+                _last_dim_contiguous(k),
+                _last_dim_contiguous(v),
+                out=out,
+                lse=lse,
+                start=piece.start,
+                mask=mask,
+                scale=settings.scale,
+                softcap=settings.softcap,
+                sinks=sinks,
+                deterministic=settings.deterministic,
+            )
+    if append and tokens:
+        assert position is not None
+        position[LENGTH] = piece.end
+        position[SLICE_STARTS + piece.end] = piece.start
+    return out, lse, torch.tensor([piece.start, generation], dtype=torch.int64)
+
+
+@forward_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    batch, tokens, query_heads, _head_dim = q.shape
+    lse = torch.empty(batch, query_heads, tokens, dtype=accumulator_dtype(q.dtype), device=q.device)
+    record = torch.empty(2, dtype=torch.int64, device="cpu")
+    return q.new_empty(batch, tokens, query_heads, v.shape[3]), lse, record
+
+
+def _placed(position: Tensor, start: int | None, tokens: int) -> _Slice:
+    """The slice's range; by default it is appended."""
+    if start is not None:
+        return _Slice(start, start + tokens)
+    if torch._C._current_graph_task_id() != -1:  # as torch.utils.checkpoint tells that a backward is running
+        raise ValueError(
+            "prefix_attention: a slice is recomputed inside a backward (activation checkpointing), where its place is "
+            "not the cache's length any more; pass start= to prefix_attention"
+        )
+    length = int(position[LENGTH])
+    return _Slice(length, length + tokens)
+
+
+def _is_append(piece: _Slice, position: Tensor, progress: Tensor, *, capacity: int) -> bool:
+    """True: the slice is written behind the cache's tokens. False: they hold it already (a recomputation)."""
+    length = int(position[LENGTH])
+    if piece.start < 0:
+        raise ValueError(f"prefix_attention: slice starts at {piece.start}; with a cache, positions start at 0")
+    if piece.start > length:
+        raise ValueError(
+            f"prefix_attention: slice starts at {piece.start} but the cache holds {length} tokens; run the slices of "
+            "a sequence in order"
+        )
+    if piece.start < length:
+        if piece.end <= length:
+            return False
+        raise ValueError(
+            f"prefix_attention: slice {piece} is only partly in the cache, which holds {length} tokens; start at "
+            f"{length} to append, or recompute a range inside [0, {length})"
+        )
+    if piece.end > capacity:
+        raise ValueError(
+            f"prefix_attention: slice {piece} needs {piece.end} tokens but the cache's capacity is {capacity}; make "
+            "PrefixCache with a larger capacity, or reset() it for the next sequence"
+        )
+    next_end = backward_end(position, progress)
+    if next_end < length:
+        raise ValueError(
+            f"prefix_attention: slice {piece} would be appended to a cache whose backward has reached {next_end} of "
+            f"{length} tokens; finish the backward, then reset() the cache before the next forward"
+        )
+    return True
+
+
+# ---- backward --------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op(
+    "tpkernels::prefix_attention_backward",
+    mutates_args=("progress", "dk_sum", "dv_sum", "state"),
+    schema=(
+        "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor record, Tensor? sinks, "
+        "Tensor? document_starts, Tensor? position, Tensor(a!)? progress, Tensor(b!)? dk_sum, Tensor(c!)? dv_sum, "
+        f"Tensor(d!)? state, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+)
+def backward_op(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    record: Tensor,
+    sinks: Tensor | None,
+    document_starts: Tensor | None,
+    position: Tensor | None,
+    progress: Tensor | None,
+    dk_sum: Tensor | None,
+    dv_sum: Tensor | None,
+    state: Tensor | None,
+    *scalars: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """-> dq; dk, dv of the slice's own tokens (without a cache: of all keys); dsinks [Hq], empty without sinks.
+
+    With a cache, k and v are the whole cache.
+    """
+    settings = Settings(*scalars)
+    start, generation = record.tolist()
+    cached = position is not None
+    piece = _Slice(start, start + q.shape[1] if cached else k.shape[1])
+    if cached and piece.start == piece.end:  # it has no place in the order of slices: nothing to check, nothing to add
+        return q.new_empty(q.shape), k.new_empty(k[:, :0].shape), v.new_empty(v[:, :0].shape), _new_dsinks(q, sinks)
+    first = False
+    if cached:
+        assert position is not None and progress is not None and state is not None
+        first = _is_first_backward(piece, generation, position, progress, state)
+        k, v = k[:, : piece.end], v[:, : piece.end]
+    mask = _raw_mask(settings, document_starts, piece, q.shape[0])
+    backend = backends.select(_call(q, k, v, sinks, mask, settings), settings.backend)
+
+    if cached:
+        assert position is not None and dk_sum is not None and dv_sum is not None and state is not None
+        dk, dv = dk_sum[:, : piece.end], dv_sum[:, : piece.end]
+        if first:
+            _claim(state, position, dk, dv)
+    else:
+        dk = torch.zeros(k.shape, dtype=accumulator_dtype(k.dtype), device=k.device)
+        dv = torch.zeros(v.shape, dtype=accumulator_dtype(v.dtype), device=v.device)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dsinks = _new_dsinks(q, sinks)
+    if dq.numel() and k.shape[1]:
+        with torch.autocast(q.device.type, enabled=False):
+            backend.backward(
+                _last_dim_contiguous(dout),
+                _last_dim_contiguous(q),
+                _last_dim_contiguous(k),
+                _last_dim_contiguous(v),
+                out,
+                lse,
+                dq=dq,
+                dk=dk,
+                dv=dv,
+                dsinks=None if sinks is None else dsinks,
+                start=piece.start,
+                mask=mask,
+                scale=settings.scale,
+                softcap=settings.softcap,
+                sinks=sinks,
+                deterministic=settings.deterministic,
+            )
+    else:
+        dq.zero_()
+    if not cached:
+        return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks
+    assert progress is not None and state is not None
+    progress[BACKWARD_END] = piece.start
+    progress[BACKWARD_GENERATION] = generation
+    if piece.start == 0:
+        state[OWNER] = 0
+    # These rows are final, because every later slice has added to them; rounded once.
+    return dq, _rounded_copy(dk[:, piece.start :], k.dtype), _rounded_copy(dv[:, piece.start :], v.dtype), dsinks
+
+
+@backward_op.register_fake
+def _(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    record: Tensor,
+    sinks: Tensor | None,
+    document_starts: Tensor | None,
+    position: Tensor | None,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = k.shape[1] if position is None else q.shape[1]
+    dk = k.new_empty(k.shape[0], rows, *k.shape[2:])
+    dv = v.new_empty(v.shape[0], rows, *v.shape[2:])
+    return q.new_empty(q.shape), dk, dv, _new_dsinks(q, sinks)
+
+
+def _is_first_backward(piece: _Slice, generation: int, position: Tensor, progress: Tensor, state: Tensor) -> bool:
+    """Whether a sweep of backwards starts here, at the last slice; else it goes on."""
+    length, current, identity = (int(position[slot]) for slot in (LENGTH, GENERATION, IDENTITY))
+    owner, preloaded = state.tolist()
+    if generation != current:
+        raise ValueError(
+            f"prefix_attention: backward of slice {piece}, whose cache was reset() after its forward; run the backward "
+            "of every slice before reset()"
+        )
+    next_end = backward_end(position, progress)
+    # After a complete sweep another may start: the same graph run backward twice (retain_graph=True).
+    first = piece.end == length and next_end in (length, 0)
+    if not first and piece.end != next_end:
+        expected_end = next_end or length
+        expected = _Slice(int(position[SLICE_STARTS + expected_end]), expected_end)
+        raise ValueError(
+            f"prefix_attention: backward of slice {piece} out of order: the next is that of slice {expected}; run the "
+            "backward of the slices last to first, each once"
+        )
+    if first and owner not in (0, identity):
+        raise ValueError(
+            f"prefix_attention: backward of slice {piece} of cache {identity} would start while the backward of cache "
+            f"{owner} is unfinished in the same GradientAccumulator; finish that one first, or give it up with reset() "
+            "of that cache or of the accumulator"
+        )
+    if not first and owner != identity:
+        raise ValueError(
+            f"prefix_attention: backward of slice {piece} of cache {identity}: its GradientAccumulator was reset, or "
+            "used by another cache, since the backward of the slice after it; reset() the cache and run the forward "
+            "again"
+        )
+    if first and preloaded > piece.end:
+        raise ValueError(
+            f"prefix_attention: {preloaded} rows were preloaded into the GradientAccumulator but the cache holds "
+            f"{piece.end} tokens; preload at most as many rows"
+        )
+    return first
+
+
+def _claim(state: Tensor, position: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """Start the sums: zero, but for preloaded rows; the accumulator is this cache's until its first slice is done."""
+    preloaded = int(state[PRELOADED])
+    dk[:, preloaded:].zero_()
+    dv[:, preloaded:].zero_()
+    state[OWNER] = position[IDENTITY]
+    state[PRELOADED] = 0
+
+
+def _rounded_copy(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    return sums.to(dtype, memory_format=torch.contiguous_format, copy=True)
+
+
+def _new_dsinks(q: Tensor, sinks: Tensor | None) -> Tensor:
+    return torch.zeros(0 if sinks is None else q.shape[2], dtype=accumulator_dtype(q.dtype), device=q.device)
+
+
+# ---- both ------------------------------------------------------------------------------------------------------------
+
+
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: RawMask, settings: Settings
+) -> backends.AttentionCall:
+    return backends.AttentionCall(
+        device_type=q.device.type,
+        dtype=q.dtype,
+        query_heads=q.shape[2],
+        kv_heads=k.shape[2],
+        head_dim=q.shape[3],
+        value_head_dim=v.shape[3],
+        window=mask.window_left >= 0 or mask.window_right >= 0,
+        softcap=settings.softcap != 0,
+        sinks=sinks is not None,
+        documents=mask.document_starts is not None,
+        deterministic=settings.deterministic,
+    )
+
+
+def _raw_mask(settings: Settings, document_starts: Tensor | None, piece: _Slice, batch: int) -> RawMask:
+    """The mask of the slice's query rows. Rows before position 0 (more queries than keys) see no key anyway."""
+    rows = None
+    if document_starts is not None:
+        if piece.end > document_starts.shape[1]:
+            raise ValueError(
+                f"prefix_attention: queries end at position {piece.end}, but the mask's document_starts covers "
+                f"{document_starts.shape[1]} positions"
+            )
+        rows = document_starts[:, max(piece.start, 0) : piece.end]
+        if piece.start < 0:
+            rows = torch.nn.functional.pad(rows, (-piece.start, 0))
+        rows = rows.expand(batch, -1).contiguous()
+    return RawMask(settings.causal, settings.window_left, settings.window_right, rows)
+
+
+def _last_dim_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
