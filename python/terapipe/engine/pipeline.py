@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import resource
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -209,24 +210,20 @@ class Pipeline:
     def timeline(self) -> list[TraceEvent]:
         """The last step of every rank, in seconds from its start; a collective call: every rank makes it, every rank
         gets all rows."""
-        own = [
-            (
-                span.rank,
-                str(span.action),
-                span.start - self._step_began,
-                span.end - self._step_began,
-                span.kind,
-                self._step_began,
-            )
+        rows = [
+            (span.rank, str(span.action), span.start, span.end, span.kind)
             for program in self._programs
             for span in program.spans
         ]
-        rows = [row for report in self._wiring.gather(own) for row in report]
-        # Ranks of one host share a clock; the step's start on the earliest rank is time zero.
-        zero = min((began for *_, began in rows), default=0.0)
+        reports = self._wiring.gather([socket.gethostname(), self._step_began, rows])
+        # Ranks of one host share a clock: the earliest start is everybody's zero. Across hosts each rank has its own.
+        one_clock = len({host for host, _, _ in reports}) == 1
+        earliest = min(began for _, began, _ in reports)
         return [
-            _trace_event(rank, label, start + began - zero, end + began - zero, kind)
-            for rank, label, start, end, kind, began in rows
+            TraceEvent(rank, label, start - zero, end - zero, kind)
+            for _, began, rows in reports
+            for zero in [earliest if one_clock else began]
+            for rank, label, start, end, kind in rows
         ]
 
     def memory(self) -> MemoryReport:
@@ -262,7 +259,7 @@ class Pipeline:
             layer = source if isinstance(source, nn.Module) else source()
             if not isinstance(layer, nn.Module):
                 raise ValueError(
-                    f"layer {name!r} is a {type(layer).__name__}; it must be an nn.Module, or a function that makes one."
+                    f"layer {name!r} is a {type(layer).__name__}; it must be an nn.Module or a function that makes one"
                 )
             layers[name] = layer.to(self._device)
         return Stage(
@@ -365,8 +362,8 @@ def _choose_links(links: str, plan: Plan, processes: int) -> bool:
     if not local and processes != plan.ranks:
         started = f"{processes} processes were started" if dist.is_initialized() else "no process group was started"
         raise ValueError(
-            f"the plan has {plan.ranks} ranks but {started}; start {plan.ranks} (torchrun --nproc-per-node {plan.ranks}, or "
-            f"--local-ranks {plan.ranks}); or make a plan for {processes}."
+            f"the plan has {plan.ranks} ranks but {started}; start {plan.ranks} (torchrun "
+            f"--nproc-per-node {plan.ranks}, or --local-ranks {plan.ranks}); or make a plan for {processes}."
         )
     if local and processes > 1:
         raise ValueError(
@@ -385,7 +382,3 @@ def _check_layers(named: Mapping[str, LayerSource], plan: Plan) -> None:
         raise ValueError(
             f"the engine runs forward (F) and full backward (B) actions; the schedule also has {split[0]}."
         )
-
-
-def _trace_event(rank: int, label: str, start_s: float, end_s: float, kind: str) -> TraceEvent:
-    return TraceEvent(rank, label, start_s, end_s, kind)
