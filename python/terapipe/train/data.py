@@ -173,7 +173,7 @@ def text(
         )
     files = find_files(train, suffixes)
     if validation:
-        training, held_out = _read(files), _read(find_files(validation, suffixes))
+        training, held_out = _read(files), _read(find_files(validation, suffixes), use="validation text: ")
     elif len(files) == 1:
         whole = _read(files)
         cut = len(whole.ids) - max(round(len(whole.ids) * validation_share), min(tokens + 1, len(whole.ids) // 2))
@@ -181,7 +181,7 @@ def text(
         held_out = TokenStream(whole.ids[cut:], f"the held-out end of {files[0]}")
     else:
         split = split_files(files, validation_share)
-        training, held_out = _read(split.training), _read(split.validation)
+        training, held_out = _read(split.training), _read(split.validation, use="validation text: ")
     return Windows(
         training=training,
         held_out=held_out,
@@ -233,9 +233,10 @@ def token_file(
 
 @dataclass(frozen=True, kw_only=True)
 class Synthetic:
-    """Endless walks: from each id, one of four successors of a fixed table, all alike probable.
+    """Endless walks: from each id to one of the four successors that a fixed table gives it, all equally likely.
 
-    A perfect model reaches log(4) = 1.386 nats a token. document_tokens: mean document length, 0: none.
+    A perfect model reaches log(4) = 1.386 nats a token, or a little less. document_tokens: mean document length; 0: one
+    sequence is one document.
     """
 
     tokens: int
@@ -259,7 +260,8 @@ class Synthetic:
         return self._batch(1, index)
 
     def _batch(self, purpose: int, index: int) -> Batch:
-        table = np.random.default_rng(self.seed).integers(0, self.vocab, size=(self.vocab, 4))
+        # Each column is a permutation, so in the long run every id is equally frequent.
+        table = np.random.default_rng(self.seed).permuted(np.tile(np.arange(self.vocab), (4, 1)), axis=1).T
         random = np.random.default_rng([self.seed, purpose, index])
         choices = random.integers(0, 4, size=(self.tokens, self.sequences))
         walk = np.empty((self.tokens + 1, self.sequences), dtype=np.int64)
@@ -311,11 +313,11 @@ def open_source(settings: DataSettings, *, vocab: int, tokens: int, sequences: i
     )
 
 
-def _read(files: Sequence[Path]) -> TokenStream:
+def _read(files: Sequence[Path], use: str = "") -> TokenStream:
     separator = np.array([END_OF_DOCUMENT], dtype=np.uint16)
     parts = [part for file in files for part in (np.fromfile(file, dtype=np.uint8).astype(np.uint16), separator)]
     origin = str(files[0]) if len(files) == 1 else f"{len(files)} files below {common_folder(files)}"
-    return TokenStream(np.concatenate(parts), origin)
+    return TokenStream(np.concatenate(parts), use + origin)
 
 
 def _map(path: Path, token_dtype: str) -> TokenStream:
