@@ -1,0 +1,152 @@
+"""The `terapipe` command: `terapipe VERB ...`. Each verb is a function below; heavy imports happen inside it, so that
+`--help` stays fast.
+
+Exit status: 0, or 2 for input that makes no sense (nothing was started), 1 for work that failed, 130 for Ctrl-C.
+Users see one message; the traceback is there with TPK_LOG=debug. Only errors that carry a message for users are
+caught: a mistake of ours keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from terapipe import __version__
+
+BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = _set_up_logging()
+    try:
+        return _dispatch(arguments)
+    except KeyboardInterrupt:
+        print("terapipe: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except SystemExit as stop:  # tyro and argparse: --help, or arguments they have already explained
+        return stop.code if isinstance(stop.code, int) else FAILED
+    except (ValueError, RuntimeError, OSError) as error:
+        if debug:
+            raise
+        print(f"terapipe: {error}", file=sys.stderr)
+        return BAD_INPUT if isinstance(error, ValueError) else FAILED
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_overview())
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        print(f"terapipe {__version__}")
+        return 0
+    name = arguments[0]
+    if name not in VERBS:
+        from terapipe.train.config_file import unknown
+
+        raise ValueError(unknown("verb", name, VERBS))
+    return VERBS[name](arguments[1:])
+
+
+def _overview() -> str:
+    lines = [
+        "usage: terapipe VERB [OPTIONS]",
+        "",
+        "Token-level pipeline parallelism: train one long sequence on several devices at once.",
+        "",
+    ]
+    lines += [f"  {name:<11} {(verb.__doc__ or '').splitlines()[0]}" for name, verb in VERBS.items()]
+    return "\n".join([*lines, "", "terapipe VERB --help lists the options of a verb; terapipe --version the version."])
+
+
+def _set_up_logging() -> bool:
+    """Logging as TPK_LOG says (debug, info, warning, error); whether it says debug."""
+    name = os.environ.get("TPK_LOG", "warning").upper()
+    level = logging.getLevelNamesMapping().get(name)
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=sys.stderr)
+    for ours in ("terapipe", "tpkernels"):
+        logging.getLogger(ours).setLevel(logging.WARNING if level is None else level)
+    if level is None:
+        logging.getLogger("terapipe").warning("TPK_LOG is %r; it must be debug, info, warning or error.", name.lower())
+    return name == "DEBUG"
+
+
+# ---------------------------------------------------------------------------------------------------------------- train
+
+
+def train(arguments: list[str]) -> int:
+    """Train a model: one process, under torchrun, or with --local-ranks N workers."""
+    from terapipe.train import command as command_line
+    from terapipe.train.config_file import to_toml
+
+    command = command_line.parse(arguments)
+    if command.print_config:
+        print(to_toml(command.config.resolve()), end="")
+        return 0
+    from terapipe.train import trainer  # imports torch only for work
+
+    launched = "RANK" in os.environ
+    ranks = int(os.environ.get("WORLD_SIZE", "1")) if launched else command.local_ranks or 1
+    if launched and command.local_ranks not in (0, ranks):
+        raise ValueError(
+            f"--local-ranks {command.local_ranks} inside a launch of {ranks} processes; leave one of them out."
+        )
+    trainer.check_start(command.config, ranks=ranks, resume=command.resume)
+    if command.local_ranks and not launched:
+        from terapipe.engine import launch
+
+        return launch.run_local(command.local_ranks, ["train", *arguments], threads=command.threads_per_rank)
+    result = trainer.train(command.config, resume=command.resume)
+    if command.json is not None and result.rank == 0:
+        _write_json(command.json, dataclasses.asdict(result))
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------------------------ env
+
+
+def env(arguments: list[str]) -> int:
+    """Show versions, compilers, devices, and which backends and links work here."""
+    parser = argparse.ArgumentParser(prog="terapipe env", description=env.__doc__, allow_abbrev=False)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write it here too")
+    options = parser.parse_args(arguments)
+    from terapipe import environment
+
+    found = environment.collect()
+    print(found)
+    if options.json is not None:
+        _write_json(options.json, found.to_dict())
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------------------------- bench
+
+
+def bench(arguments: list[str]) -> int:
+    """Run a benchmark (from a checkout), its peers in the same run."""
+    from terapipe import benchmarking
+
+    modules = benchmarking.find()
+    parser = argparse.ArgumentParser(prog="terapipe bench", description=bench.__doc__, allow_abbrev=False)
+    parser.add_argument("name", help=f"one of: {', '.join(modules) or 'none, this is no checkout'}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and machine here")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rows (PNG, SVG or PDF by the suffix)")
+    options = parser.parse_args(arguments)
+    benchmarking.run(modules, options.name, json_file=options.json, plot_file=options.plot)
+    return 0
+
+
+VERBS: dict[str, Callable[[list[str]], int]] = {"train": train, "env": env, "bench": bench}
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, indent=2, default=str, allow_nan=False) + "\n")

@@ -1,0 +1,288 @@
+"""The training loop: batch -> pipeline step -> optimizer step, with validation, metrics and exact checkpoints.
+
+Every process of a run executes it with the same config: alone (one process steps every rank of the plan), or as one
+rank of a launch. Loss, norm and validation loss are the same on every rank, so all ranks take the same branches; rank
+0 writes the run folder.
+
+The trap: step numbers. `step` counts finished optimizer steps; the batch of the next one is `source.train(step)`. A
+checkpoint of step n is the state after n steps, so a resumed run continues with batch n and repeats nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from terapipe.engine import Pipeline, StepResult, launch
+from terapipe.models import layers, tied_parameters
+from terapipe.train import checkpoint
+from terapipe.train.config import TrainConfig
+from terapipe.train.config_file import to_toml
+from terapipe.train.data import Source, open_source
+from terapipe.train.metrics import MetricsFile, Progress, StepMetrics, ValidationMetrics
+from terapipe.train.optimizer import Optimizer
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """A finished run. Losses in nats a token; a validation loss is None when nothing was evaluated (or, `before`,
+    when it was resumed)."""
+
+    rank: int
+    steps: int
+    loss: float | None
+    validation_loss_before: float | None
+    validation_loss_after: float | None
+    train_s: float
+    run_dir: str
+
+
+def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
+    """Run `config` to its last step in this process, joining the launch named by the environment if there is one."""
+    device = pick_device(config.device)
+    world = launch.initialize(device=device)
+    if device == "cuda":
+        device = f"cuda:{world.local_rank}"
+    try:
+        with Trainer(config, world=world, device=device, resume=resume) as trainer:
+            return trainer.fit()
+    finally:
+        launch.shutdown()
+
+
+def check_start(config: TrainConfig, *, ranks: int, resume: bool) -> None:
+    """Everything that can be refused before a process is started or a file written: ValueError with the remedy."""
+    config = config.resolve()
+    config.plan(_pipeline_ranks(config, ranks))
+    _check_links(config, ranks)
+    _open(config)
+    _check_run_dir(config, resume)
+    pick_device(config.device)
+
+
+def pick_device(name: str) -> str:
+    """ "cpu" or "cuda". ValueError for a GPU that is not there."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "device is 'cuda', but torch sees no GPU here; use --device cpu, or see what `terapipe env` says."
+        )
+    return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+class Trainer:
+    """One process's part of a run. A context manager: links and files are closed on any exit.
+
+    Raises ValueError before the first step for a config that does not fit, data that is not there, a run folder in
+    use, a checkpoint of another model; PipelineError when a rank fails.
+    """
+
+    def __init__(self, config: TrainConfig, *, world: launch.World, device: str = "cpu", resume: bool = False) -> None:
+        self.config = config = config.resolve()
+        self.world, self.device = world, device
+        self.model = config.model.resolve()
+        self.plan = config.plan(_pipeline_ranks(config, world.size))
+        self.source: Source = _open(config)
+        _check_run_dir(config, resume)
+        _check_links(config, world.size)
+        torch.manual_seed(config.seed)
+        dtype = DTYPES[config.dtype]
+        self.ties = tied_parameters(self.model)
+        self.pipeline = Pipeline(
+            layers(self.model, seed=config.seed, dtype=dtype, device=device),
+            self.plan,
+            hidden_size=self.model.hidden,
+            ties=self.ties,
+            device=device,
+            dtype=dtype,
+            links=config.parallel.links,
+        )
+        self._closing = contextlib.ExitStack()
+        self._closing.callback(self.pipeline.close)
+        self.optimizer = Optimizer(self.pipeline.named_parameters(), config.optimizer, steps=config.steps)
+        self.step = 0
+        self._memory_bytes = 0
+        if resume:
+            self._resume()
+        self._metrics = self._open_run_dir()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._closing.close()
+
+    @property
+    def first(self) -> bool:
+        """Whether this process speaks for the run."""
+        return self.world.rank == 0
+
+    def fit(self, *, print_line: Callable[[str], None] = print, bar: bool | None = None) -> TrainResult:
+        """Train to the config's last step, from wherever the run stands."""
+        config, started = self.config, time.perf_counter()
+        loss = before = after = None
+        shown = bar if self.first else False
+        with Progress(
+            config.steps,
+            every=config.log_every,
+            first_step=self.step,
+            print_line=print_line if self.first else _silent,
+            bar=shown,
+        ) as progress:
+            if self.step == 0:
+                before = after = self._validate(progress)
+            while self.step < config.steps:
+                record = self.train_step()
+                loss = record.loss
+                self._record(record)
+                progress.step(record)
+                last = self.step == config.steps
+                if last or (config.evaluate_every and self.step % config.evaluate_every == 0):
+                    after = self._validate(progress)
+                if config.checkpoint.every and (last or self.step % config.checkpoint.every == 0):
+                    self.save()
+        return TrainResult(
+            self.world.rank, self.step, loss, before, after, time.perf_counter() - started, str(config.run_dir)
+        )
+
+    def train_step(self) -> StepMetrics:
+        """One optimizer step on the next batch."""
+        began = time.perf_counter()
+        result = self.pipeline.step(self.source.train(self.step))
+        rate = self.optimizer.step(result.grad_norm)
+        self.step += 1
+        seconds = time.perf_counter() - began
+        return self._describe(result, rate, seconds)
+
+    def evaluate(self) -> ValidationMetrics | None:
+        """Loss over the first `evaluate_sequences` validation sequences, always the same ones; None when there are
+        none."""
+        sequences = self.plan.micros * self.plan.micro_size
+        batches = min(self.source.validation_batches, -(-self.config.evaluate_sequences // sequences))
+        total, tokens = 0.0, 0
+        for index in range(batches):
+            result = self.pipeline.evaluate(self.source.validation(index))
+            total, tokens = total + result.loss * result.tokens, tokens + result.tokens
+        return ValidationMetrics(self.step, total / tokens, tokens) if tokens else None
+
+    def save(self) -> Path:
+        """Write a checkpoint of the state after `step` steps; every rank calls it."""
+        return checkpoint.save(
+            self.config.checkpoint_folder,
+            optimizer=self.optimizer,
+            model=self.model,
+            ties=self.ties,
+            extra={"config": to_toml(self.config)},
+            keep=self.config.checkpoint.keep,
+        )
+
+    def _validate(self, progress: Progress) -> float | None:
+        record = self.evaluate()
+        if record is None:
+            return None
+        self._record(record)
+        progress.validation(record)
+        return record.validation_loss
+
+    def _record(self, record: StepMetrics | ValidationMetrics) -> None:
+        if self._metrics is not None:
+            self._metrics.write(record)
+
+    def _describe(self, result: StepResult, rate: float, seconds: float) -> StepMetrics:
+        if (
+            self.step <= 2 or self.step % self.config.log_every == 0
+        ):  # the peak seldom moves later, and asking all ranks takes a collective
+            peak = torch.tensor(self.pipeline.memory().peak_bytes, dtype=torch.int64)
+            if self.world.size > 1:
+                dist.all_reduce(peak)
+            self._memory_bytes = int(peak)
+        return StepMetrics(
+            step=self.step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=rate,
+            tokens_per_s=result.tokens / seconds,
+            step_s=seconds,
+            bubble_share=result.bubble_share,
+            memory_bytes=self._memory_bytes,
+        )
+
+    def _resume(self) -> None:
+        info = checkpoint.load(
+            self.config.checkpoint_folder, optimizer=self.optimizer, model=self.model, ties=self.ties
+        )
+        self.step = info.step
+        if self.step > self.config.steps:
+            raise ValueError(
+                f"the checkpoint {info.path} is from step {info.step}, but steps is {self.config.steps}; raise "
+                "--steps, or choose another --run-dir."
+            )
+
+    def _open_run_dir(self) -> MetricsFile | None:
+        if not self.first:
+            return None
+        folder = self.config.run_dir
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.toml").write_text(to_toml(self.config))
+        metrics = MetricsFile(folder / "metrics.jsonl", first_step=self.step)
+        self._closing.callback(metrics.close)
+        return metrics
+
+
+def _pipeline_ranks(config: TrainConfig, processes: int) -> int:
+    """Ranks of the plan. Several processes are one rank each; one process may step several."""
+    ranks = config.parallel.ranks or processes
+    if processes > 1 and ranks != processes:
+        raise ValueError(
+            f"parallel.ranks is {ranks}, but {processes} processes run; make them equal, or leave parallel.ranks at 0."
+        )
+    return ranks
+
+
+def _open(config: TrainConfig) -> Source:
+    parallel = config.parallel
+    vocab = config.model.resolve().vocab
+    return open_source(
+        config.data,
+        vocab=vocab,
+        tokens=config.tokens,
+        sequences=parallel.micros * parallel.micro_size,
+        seed=config.seed,
+    )
+
+
+def _check_links(config: TrainConfig, processes: int) -> None:
+    if config.parallel.links == "local" and processes > 1:
+        raise ValueError(
+            f"parallel.links is 'local', which runs every rank in one process, but {processes} processes run; start "
+            "one."
+        )
+
+
+def _check_run_dir(config: TrainConfig, resume: bool) -> None:
+    folder = config.checkpoint_folder
+    found = checkpoint.find_all(folder)
+    if found and not resume:
+        raise ValueError(
+            f"{folder} holds checkpoints of an earlier run; continue it with --resume, or choose another --run-dir."
+        )
+    if resume and not found:
+        raise ValueError(
+            f"there is nothing to resume: {folder} holds no checkpoint; leave --resume out, or check --run-dir "
+            f"({os.getcwd()})."
+        )
+    for path in (config.run_dir, folder):
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{path} is a file, but the run needs a folder there; choose another --run-dir.")
+
+
+def _silent(line: str) -> None:
+    """What ranks other than the first print."""

@@ -1,0 +1,170 @@
+"""The training loop in one process: it learns, a resumed run is bitwise the uninterrupted one, bad starts are refused
+first.
+
+Runs over real processes are in test_trainer_processes.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from terapipe.engine.launch import World
+from terapipe.train import config_file
+from terapipe.train.config import (
+    DataSettings,
+    ModelSettings,
+    OptimizerSettings,
+    ParallelSettings,
+    TrainConfig,
+)
+from terapipe.train.metrics import read_lines
+from terapipe.train.trainer import Trainer, TrainResult, check_start, pick_device
+
+TINY = TrainConfig(
+    model=ModelSettings(vocab=32, hidden=16, layers=2, heads=2, kv_heads=1),
+    parallel=ParallelSettings(ranks=2, slice_tokens=(5, 11, 1)),
+    optimizer=OptimizerSettings(learning_rate=1e-2, warmup_steps=2),
+    steps=6,
+    tokens=17,
+    device="cpu",
+    evaluate_sequences=3,
+)
+
+
+def with_changes(config: TrainConfig, **changes: object) -> TrainConfig:
+    """`section__key=value` replaces a key of a section."""
+    for key, value in changes.items():
+        section, _, inner = key.partition("__")
+        change = dataclasses.replace(getattr(config, section), **{inner: value}) if inner else value
+        config = dataclasses.replace(config, **{section: change})
+    return config
+
+
+def run(config: TrainConfig, *, resume: bool = False) -> TrainResult:
+    with Trainer(config, world=World(0, 1, 0), resume=resume) as trainer:
+        return trainer.fit(print_line=lambda line: None, bar=False)
+
+
+def losses(config: TrainConfig) -> list[float]:
+    return [line["loss"] for line in read_lines(config.run_dir / "metrics.jsonl") if "loss" in line]
+
+
+def test_it_learns_the_synthetic_walks(tmp_path: Path) -> None:
+    config = with_changes(TINY, run_dir=tmp_path, steps=150, tokens=64, parallel=ParallelSettings(slices=2))
+    result = run(config)
+    assert result.validation_loss_before == pytest.approx(math.log(32), abs=0.2)
+    assert result.validation_loss_after is not None and result.validation_loss_after < 2.2  # ln(4) is perfect
+
+
+def test_the_run_folder_holds_metrics_of_every_step_and_the_resolved_config(tmp_path: Path) -> None:
+    config = with_changes(TINY, run_dir=tmp_path, steps=4, evaluate_every=2)
+    run(config)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], "validation_loss" in line) for line in lines] == [
+        (0, True), (1, False), (2, False), (2, True), (3, False), (4, False), (4, True),
+    ]  # fmt: skip
+    for line in lines:
+        assert all(isinstance(value, int | float) and math.isfinite(value) for value in line.values()), line
+    assert config_file.load(tmp_path / "config.toml", TrainConfig()) == config.resolve()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(dtype: str, tmp_path: Path) -> None:
+    config = with_changes(TINY, dtype=dtype, checkpoint__every=2, model__tied_embeddings=True)
+    whole = with_changes(config, run_dir=tmp_path / "whole")
+    result = run(whole)
+    broken = with_changes(config, run_dir=tmp_path / "broken")
+    with Trainer(broken, world=World(0, 1, 0)) as trainer:  # stops after step 5, so step 5 is done twice
+        for _ in range(5):
+            record = trainer.train_step()
+            trainer._record(record)
+            if trainer.step % 2 == 0:
+                trainer.save()
+    resumed = run(broken, resume=True)
+    assert losses(broken) == losses(whole)
+    assert resumed.validation_loss_after == result.validation_loss_after
+    assert [path.name for path in sorted(broken.checkpoint_folder.iterdir())] == ["step-00000004", "step-00000006"]
+
+
+def test_accumulation_in_slices_and_stages_does_not_change_the_losses(tmp_path: Path) -> None:
+    variants = {
+        "alone": ParallelSettings(ranks=1, micros=4),
+        "sliced": ParallelSettings(ranks=4, micros=4, slice_tokens=(1, 9, 7)),
+        "seq": ParallelSettings(ranks=2, micros=2, micro_size=2, slices=3, schedule="seq_1f1b", warmup_per_hop=2),
+    }
+    runs = {name: with_changes(TINY, run_dir=tmp_path / name, parallel=parallel) for name, parallel in variants.items()}
+    for config in runs.values():
+        run(config)
+    for name in ("sliced", "seq"):
+        np.testing.assert_allclose(losses(runs[name]), losses(runs["alone"]), rtol=2e-5, err_msg=name)
+
+
+def test_text_trains_and_validates_on_other_files(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(9):
+        (text / f"{number}.txt").write_text(f"file {number} " * 30)
+    config = with_changes(
+        TINY, run_dir=tmp_path / "run", model__vocab=257, data=DataSettings(source="text", train=(text,)), steps=2
+    )
+    result = run(config)
+    assert result.validation_loss_before == pytest.approx(math.log(257), abs=0.3)
+
+
+def test_a_token_id_outside_the_vocabulary_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    file = tmp_path / "tokens.bin"
+    np.array([1, 2, 3] * 40 + [32] + [1] * 40, dtype=np.uint16).tofile(file)
+    config = with_changes(TINY, run_dir=tmp_path / "run", data=DataSettings(source="bin", train=(file,)))
+    with pytest.raises(ValueError, match=r"token id 32 at position 120 .*vocabulary of 32"):
+        run(config)
+    assert not (tmp_path / "run").exists()
+
+
+def test_starts_that_would_lose_work_are_refused(tmp_path: Path) -> None:
+    config = with_changes(TINY, run_dir=tmp_path / "run", steps=2, checkpoint__every=1)
+    with pytest.raises(ValueError, match="nothing to resume"):
+        check_start(config, ranks=1, resume=True)
+    run(config)
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=r"holds checkpoints of an earlier run.*--resume"):
+        run(config)
+    with pytest.raises(ValueError, match=r"layers.* 2 .*3|layers.* 3 .*2"):
+        run(with_changes(config, model__layers=3), resume=True)
+    with pytest.raises(ValueError, match=r"from step 2, but steps is 1"):
+        run(with_changes(config, steps=1), resume=True)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "processes", "words"),
+    [
+        ({"parallel__ranks": 3}, 2, "parallel.ranks is 3, but 2 processes"),
+        ({"parallel__links": "local"}, 2, "'local'.*2 processes"),
+        ({"parallel__ranks": 7}, 1, "7 stages need at least 7 layers"),
+        ({"tokens": 18}, 1, "17.*18"),
+        ({"data": DataSettings(source="bin", train=(Path("/no/such.bin"),))}, 1, "/no/such.bin does not exist"),
+    ],
+)
+def test_a_start_that_does_not_fit_is_refused(changes: dict, processes: int, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_start(with_changes(TINY, run_dir=tmp_path / "run", **changes), ranks=processes, resume=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert pick_device("auto") == "cpu"
+    with pytest.raises(ValueError, match="torch sees no GPU"):
+        pick_device("cuda")
+
+
+def test_a_diverged_run_stops_with_the_step(tmp_path: Path) -> None:
+    config = with_changes(TINY, run_dir=tmp_path, steps=50, optimizer__learning_rate=1e20, optimizer__clip=0.0)
+    with pytest.raises(RuntimeError, match=r"gradient norm at step \d+ is (nan|inf)"):
+        run(config)
