@@ -1,0 +1,50 @@
+"""tpkernels._core: the C++ CPU kernels. Tensors are (address, batch stride, token stride, head stride); 0 is no tensor."""
+
+Tensor = tuple[int, int, int, int]
+Sizes = tuple[int, int, int, int, int, int, int]
+MaskSizes = tuple[int, int, int, int, int, int]
+
+def isa_levels() -> list[str]:
+    """ISA levels this machine can run, ascending."""
+
+def isa_level() -> str:
+    """The level in use: TPK_CPU_ISA or the highest; ValueError when TPK_CPU_ISA names one that cannot run here."""
+
+def backward_query_tokens(group: int) -> int:
+    """Tokens of the backward's query tile for `group` query heads a KV head: the invariance unit."""
+
+def attention_forward(
+    *,
+    dtype: int,
+    sizes: Sizes,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: int,
+    mask: MaskSizes,
+    scale: float,
+    softcap: float,
+    sinks: int,
+    num_threads: int,
+) -> None: ...
+def attention_backward(
+    *,
+    dtype: int,
+    sizes: Sizes,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: int,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dsinks: int,
+    mask: MaskSizes,
+    scale: float,
+    softcap: float,
+    sinks: int,
+    num_threads: int,
+) -> None: ...

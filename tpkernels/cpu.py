@@ -1,0 +1,145 @@
+"""CpuBackend: prefix attention by the C++ SIMD kernels of tpkernels._core (csrc/cpu), for fp32, bf16 and fp16 on CPU tensors.
+
+Every call is deterministic and gives bitwise the same result for any thread count and any slicing (dk, dv: slices at multiples of
+`invariance_unit`), so `deterministic=` changes nothing. TPK_CPU_ISA names the ISA level (tests); the thread count follows
+torch.get_num_threads().
+
+The one trap: the extension sees raw addresses, so every tensor named here must outlive the call and have a contiguous last dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tpkernels import _core
+from tpkernels.backends import AttentionCall
+from tpkernels.mask import RawMask
+
+_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+MAX_HEAD_DIM = 256
+
+
+class CpuBackend:
+    """tpkernels.backends.Backend over tpkernels._core."""
+
+    name = "cpu"
+
+    def unusable(self) -> str | None:
+        """None; or why TPK_CPU_ISA names a level that this machine cannot run."""
+        try:
+            _core.isa_level()
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def refuses(self, call: AttentionCall) -> str | None:
+        """Other devices, other dtypes, head_dim above 256."""
+        if call.device_type != "cpu":
+            return f"it runs on CPU tensors, not on {call.device_type}"
+        if call.dtype not in _DTYPE_CODES:
+            return f"it computes fp32, bf16 and fp16, not {str(call.dtype).removeprefix('torch.')}"
+        if max(call.head_dim, call.value_head_dim) > MAX_HEAD_DIM:
+            return f"head_dim {call.head_dim}/{call.value_head_dim} is above {MAX_HEAD_DIM}"
+        return None
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        out: Tensor,
+        lse: Tensor,
+        start: int,
+        mask: RawMask,
+        scale: float,
+        softcap: float,
+        sinks: Tensor | None,
+        deterministic: bool,
+    ) -> None:
+        """Writes out and lse."""
+        sinks = _fp32(sinks)
+        _core.attention_forward(
+            dtype=_DTYPE_CODES[q.dtype],
+            sizes=_sizes(q, k, v),
+            q=_view(q),
+            k=_view(k),
+            v=_view(v),
+            out=_view(out),
+            lse=lse.data_ptr(),
+            mask=_mask(mask, start),
+            scale=scale,
+            softcap=softcap,
+            sinks=_address(sinks),
+            num_threads=torch.get_num_threads(),
+        )
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        dsinks: Tensor | None,
+        start: int,
+        mask: RawMask,
+        scale: float,
+        softcap: float,
+        sinks: Tensor | None,
+        deterministic: bool,
+    ) -> None:
+        """Writes dq; adds into dk, dv and dsinks."""
+        sinks = _fp32(sinks)
+        _core.attention_backward(
+            dtype=_DTYPE_CODES[q.dtype],
+            sizes=_sizes(q, k, v),
+            dout=_view(dout),
+            q=_view(q),
+            k=_view(k),
+            v=_view(v),
+            out=_view(out),
+            lse=lse.data_ptr(),
+            dq=_view(dq),
+            dk=_view(dk),
+            dv=_view(dv),
+            dsinks=_address(dsinks),
+            mask=_mask(mask, start),
+            scale=scale,
+            softcap=softcap,
+            sinks=_address(sinks),
+            num_threads=torch.get_num_threads(),
+        )
+
+    def invariance_unit(self, call: AttentionCall) -> int:
+        """Tokens of the backward's query tile."""
+        return _core.backward_query_tokens(call.query_heads // call.kv_heads)
+
+
+def _view(tensor: Tensor) -> tuple[int, int, int, int]:
+    assert tensor.stride(3) == 1 or tensor.shape[3] == 1, "the last dimension is contiguous (attention.py sees to it)"
+    return (tensor.data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2))
+
+
+def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int, int, int]:
+    return (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+
+
+def _mask(mask: RawMask, start: int) -> tuple[int, int, int, int, int, int]:
+    documents = mask.document_starts
+    batch_stride = 0 if documents is None else documents.stride(0)
+    return (start, int(mask.causal), mask.window_left, mask.window_right, _address(documents), batch_stride)
+
+
+def _fp32(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().to(torch.float32).contiguous()
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
