@@ -56,7 +56,7 @@ class Link(Protocol):
     spec: LinkSpec
 
     def expect(self, transfers: Sequence[tuple[Key, tuple[int, ...]]]) -> None:
-        """Receiver: the keys and shapes of the coming step, in the order in which the sender puts them."""
+        """Both: the keys and shapes of the coming step, in the order in which the sender puts them."""
 
     def put(self, key: Key, x: Tensor) -> None:
         """Sender: hand `x` on.  It must not be written afterwards."""
@@ -81,6 +81,7 @@ class LocalLink:
         self.spec = spec
         self._occupant: dict[int, Key] = {}
         self._arrived: dict[Key, Tensor] = {}
+        self._shapes: dict[Key, tuple[int, ...]] = {}
 
     def free(self, key: Key) -> bool:
         """Whether `put(key)` would find its slot free."""
@@ -91,9 +92,10 @@ class LocalLink:
         return key in self._arrived
 
     def expect(self, transfers: Sequence[tuple[Key, tuple[int, ...]]]) -> None:
-        pass
+        self._shapes = dict(transfers)
 
     def put(self, key: Key, x: Tensor) -> None:
+        _check(self.spec, self._shapes, key, x)
         slot = self.spec.slot_of[key]
         if slot in self._occupant:
             raise LinkError(f"{self.spec}: slot {slot} of {_name(key)} still holds {_name(self._occupant[slot])}.")
@@ -130,15 +132,18 @@ class DistLink:
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         self._posted: deque[tuple[Key, dist.Work, Tensor]] = deque()
         self._coming: Iterator[tuple[Key, tuple[int, ...]]] = iter(())
+        self._shapes: dict[Key, tuple[int, ...]] = {}
 
     def expect(self, transfers: Sequence[tuple[Key, tuple[int, ...]]]) -> None:
-        self._coming = iter(transfers)
-        for _ in range(self.POSTED_AHEAD):
-            self._post_next()
+        self._shapes = dict(transfers)
+        if dist.get_rank() == self.spec.destination:
+            self._coming = iter(transfers)
+            for _ in range(self.POSTED_AHEAD):
+                self._post_next()
 
     def put(self, key: Key, x: Tensor) -> None:
-        if x.dtype != self.spec.dtype:
-            raise LinkError(f"{self.spec}: {_name(key)} is {x.dtype}, the plan says {self.spec.dtype}.")
+        # A message longer than the receiver's buffer would end the receiving process without a word (gloo).
+        _check(self.spec, self._shapes, key, x)
         # The plan's slots bound what is on its way: when every slot is in use, the oldest send has been taken, so this
         # wait cannot deadlock.
         while len(self._sent) >= self.spec.slots:
@@ -197,6 +202,19 @@ class DistLink:
         peer = self.spec.source if dist.get_rank() == self.spec.destination else self.spec.destination
         what = "at the end of the step" if key is None else f"with {_name(key)} on its way"
         return LinkError(f"{self.spec}: rank {peer} is gone, {what}: {_reason(error)}", lost_peer=peer)
+
+
+def _check(spec: LinkSpec, shapes: Mapping[Key, tuple[int, ...]], key: Key, x: Tensor) -> None:
+    """Refuse to send what the receiver does not expect."""
+    if key not in shapes:
+        raise LinkError(
+            f"{spec}: {_name(key)} for stage {key[0]} is not among the {len(shapes)} transfers of this step."
+        )
+    if x.dtype != spec.dtype or tuple(x.shape) != shapes[key]:
+        raise LinkError(
+            f"{spec}: {_name(key)} is {x.dtype} {list(x.shape)}, but the plan says {spec.dtype} {list(shapes[key])}; "
+            f"make hidden_size and dtype of the pipeline those of what the layers return."
+        )
 
 
 def _name(key: Key) -> str:

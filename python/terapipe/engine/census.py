@@ -62,14 +62,7 @@ def take_census(reports: Sequence[Sequence[OwnedParameter]], layer_names: Sequen
                 f"{parameter.rank}."
             )
         owners[parameter.name] = parameter
-    seen: dict[tuple[int, int], str] = {}
-    for parameter in parameters:
-        other = seen.setdefault((parameter.rank, parameter.identity), parameter.name)
-        if other != parameter.name:
-            raise ValueError(
-                f"{other} and {parameter.name} are one tensor; give each layer its own and declare the tie: "
-                f"ties=[({other!r}, {parameter.name!r})]."
-            )
+    refuse_shared(parameters)
     position = {name: index for index, name in enumerate(layer_names)}
     for tie in ties:
         for name in tie:
@@ -85,6 +78,18 @@ def take_census(reports: Sequence[Sequence[OwnedParameter]], layer_names: Sequen
     # The order of layers first; Python's sort is stable, so the module's own order stays within a layer.
     names = sorted(owners, key=lambda name: position[_layer_of(name, position)])
     return Census(tuple(names), {name: owners[name].rank for name in names}, tuple(ties))
+
+
+def refuse_shared(parameters: Sequence[OwnedParameter]) -> None:
+    """ValueError when two names of one process are one tensor: on two ranks they would silently become two."""
+    seen: dict[tuple[int, int], str] = {}
+    for parameter in parameters:
+        other = seen.setdefault((parameter.rank, parameter.identity), parameter.name)
+        if other != parameter.name:
+            raise ValueError(
+                f"{other} and {parameter.name} are one tensor; give each layer its own and declare the tie: "
+                f"ties=[({other!r}, {parameter.name!r})]."
+            )
 
 
 def _layer_of(parameter: str, layers: Mapping[str, int]) -> str:

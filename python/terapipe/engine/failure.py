@@ -10,6 +10,7 @@ position and prints all positions when nothing has moved for a while.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import threading
@@ -22,6 +23,8 @@ logger = logging.getLogger("terapipe")
 
 STALL_SECONDS = 120.0  # no action finished for this long: print where every rank stands
 
+_boards = itertools.count()  # every rank makes its pipelines in the same order, so this names one pipeline everywhere
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -30,6 +33,11 @@ class Failure:
     rank: int
     action: str
     cause: str
+
+
+def words(cause: BaseException) -> str:
+    """How a cause is reported."""
+    return f"{type(cause).__name__}: {cause}"
 
 
 class PipelineError(RuntimeError):
@@ -52,7 +60,8 @@ class FailureBoard:
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
         store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
-        self._store = None if store is None else dist.PrefixStore("terapipe", store)
+        # A prefix of its own: a new pipeline must not find the failure of the one before.
+        self._store = None if store is None else dist.PrefixStore(f"terapipe/{next(_boards)}", store)
 
     def record(self, failure: Failure) -> Failure:
         """Write a failure down unless another rank was first; returns the one that counts."""

@@ -13,33 +13,34 @@ raised PipelineError cannot be used again.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import resource
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from terapipe.engine.batch import Batch
+from terapipe.engine.batch import NO_TARGET, Batch
 from terapipe.engine.census import Tie, own_parameters, take_census
-from terapipe.engine.failure import Failure, FailureBoard, PipelineError, Watchdog
+from terapipe.engine.failure import STALL_SECONDS, Failure, FailureBoard, PipelineError, Watchdog, words
 from terapipe.engine.interpreter import ActionError, RankProgram, forward_actions, key_of, one_over, run_together
 from terapipe.engine.loss import cross_entropy_sum
 from terapipe.engine.reduction import copy_tied_values, squared_norms, sum_tied_gradients
 from terapipe.engine.stage import Loss, Stage
+from terapipe.engine.start import LayerSource, Start, check_layers, check_starts, choose_links
 from terapipe.engine.wiring import Expected, Wiring, open_dist_wiring, open_local_wiring
 from terapipe.schedule import Plan
 from terapipe.schedule.trace import TraceEvent
+from tpkernels import Mask
 from tpkernels.links import LinkError
-
-LayerSource = nn.Module | Callable[[], nn.Module]
-"""A layer, or a factory of one that is called only on the rank that owns it."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,9 @@ class Pipeline:
 
     loss: (output of the last layer, targets) -> sum over targets.  hidden_size: last dimension of what stages hand on.
     ties: pairs of global parameter names with one value.  links: "local" (this process runs every rank), "dist" (one
-    process a rank), or "auto". dtype: of hidden states and caches; parameters of 16 bits get fp32 gradients. Raises
-    ValueError before any work when layers, plan, processes and parameters do not fit.
+    process a rank), or "auto". dtype: of hidden states and caches; parameters of 16 bits get fp32 gradients.
+    stall_seconds: after so long in one action every rank's position is logged. Raises ValueError before any work when
+    layers, plan, processes and parameters do not fit.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Pipeline:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         links: str = "auto",
+        stall_seconds: float = STALL_SECONDS,
     ) -> None:
         named = (
             dict(layers) if isinstance(layers, Mapping) else {str(index): layer for index, layer in enumerate(layers)}
@@ -99,27 +102,34 @@ class Pipeline:
         self.plan, self._dtype, self._hidden_size = plan, dtype, hidden_size
         self._device = torch.device(device)
         processes = dist.get_world_size() if dist.is_initialized() else 1
-        self._local = _choose_links(links, plan, processes)
+        self._local = choose_links(links, plan, processes)
         self.rank = 0 if self._local else dist.get_rank()
         self.ranks = plan.ranks
-        _check_layers(named, plan)
+        check_layers(named, plan)
         owned_ranks = range(plan.ranks) if self._local else (self.rank,)
-        stages = {
-            rank: {index: self._build_stage(index, named, loss) for index in plan.schedule.rank_stages(rank)}
-            for rank in owned_ranks
+        stages: dict[int, dict[int, Stage]] = {rank: {} for rank in owned_ranks}
+        own: dict[str, nn.Module] = {}
+        trouble: Exception | None = None
+        try:
+            for rank in owned_ranks:
+                for index in plan.schedule.rank_stages(rank):
+                    stages[rank][index] = self._build_stage(index, named, loss)
+                    own |= stages[rank][index].layers
+        except Exception as error:  # the other ranks wait to hear from this one
+            trouble = error
+        failure = None if trouble is None else Failure(self.rank, "building its layers", words(trouble))
+        given = {
+            "plan": plan.to_json(),
+            "layers": json.dumps(list(named)),
+            "ties": json.dumps([list(tie) for tie in ties]),
+            "hidden_size": str(hidden_size),
+            "dtype": str(dtype),
         }
-        own = {
-            name: layer
-            for by_index in stages.values()
-            for stage in by_index.values()
-            for name, layer in stage.layers.items()
-        }
-        reports = [own_parameters(own, self.rank)]
-        if not self._local:
-            gathered: list[object] = [None] * processes
-            dist.all_gather_object(gathered, reports[0])
-            reports = gathered  # type: ignore[assignment]
-        self.census = take_census(reports, list(named), ties)
+        reports = self._tell_all(Start(own_parameters(own, self.rank), given, failure))
+        if trouble is not None:
+            raise trouble
+        check_starts(reports, here=self.rank)
+        self.census = take_census([report.parameters for report in reports], list(named), ties)
         self._parameters = {
             f"{layer}.{name}": parameter
             for layer, module in own.items()
@@ -137,24 +147,22 @@ class Pipeline:
             )
         )
         self._board = FailureBoard(self.rank, 1 if self._local else plan.ranks)
-        self._watchdog = None if self._local else Watchdog(self._board)
+        self._watchdog = None if self._local else Watchdog(self._board, stall_seconds=stall_seconds)
         at = self._watchdog.at if self._watchdog is not None else lambda position: None
         self._programs = [
             RankProgram(rank, plan.schedule, stages[rank], self._wiring.links, at=at) for rank in owned_ranks
         ]
         self._step_began = 0.0
         self._broken: PipelineError | None = None
+        self._closed = False
         copy_tied_values(self._parameters, self.census, self._wiring)
 
     def step(self, batch: Batch) -> StepResult:
         """Gradients of the mean loss over `batch`, replacing those of the step before, and the loss itself.
 
         batch: `plan.micros * plan.micro_size` sequences of `plan.tokens` tokens, the same on every rank."""
-        self._check_batch(batch)
+        targets = self._check_batch(batch)
         self.zero_grad()
-        targets = batch.num_targets
-        if targets == 0:
-            raise ValueError("step: the batch has no target (every one is -100), so its loss is undefined.")
         began = time.perf_counter()
         self._run(batch, one_over(targets, self._device), evaluating=False)
         with self._failing_in("the gradient reduction"):
@@ -164,7 +172,7 @@ class Pipeline:
                 span.end - span.start for program in self._programs for span in program.spans if span.kind == "compute"
             )
             elapsed = time.perf_counter() - began
-            table = self._wiring.sum_over_ranks([self._loss_sum(), busy, elapsed * len(self._programs), *squares])
+            table = self._sum_with_check(batch, [self._loss_sum(), busy, elapsed * len(self._programs), *squares])
         loss, busy, available = table[0] / targets, table[1], table[2]
         for program in self._programs:
             for stage in program.stages.values():
@@ -180,13 +188,10 @@ class Pipeline:
     def evaluate(self, batch: Batch) -> EvaluationResult:
         """The mean loss over `batch` (shaped as for `step`) without gradients; may come before, between and after
         steps."""
-        self._check_batch(batch)
-        targets = batch.num_targets
-        if targets == 0:
-            raise ValueError("evaluate: the batch has no target (every one is -100), so its loss is undefined.")
+        targets = self._check_batch(batch)
         self._run(batch, None, evaluating=True)
         with self._failing_in("the loss reduction"):
-            table = self._wiring.sum_over_ranks([self._loss_sum()])
+            table = self._sum_with_check(batch, [self._loss_sum()])
         return EvaluationResult(loss=table[0] / targets, tokens=targets)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -239,6 +244,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Let go of links and threads.  Safe to call twice."""
+        self._closed = True
         if self._watchdog is not None:
             self._watchdog.stop()
         self._wiring.close()
@@ -256,7 +262,7 @@ class Pipeline:
         layers: dict[str, nn.Module] = {}
         for name in list(named)[first:last]:
             source = named[name]
-            layer = source if isinstance(source, nn.Module) else source()
+            layer: object = source if isinstance(source, nn.Module) else source()
             if not isinstance(layer, nn.Module):
                 raise ValueError(
                     f"layer {name!r} is a {type(layer).__name__}; it must be an nn.Module or a function that makes one"
@@ -274,9 +280,19 @@ class Pipeline:
             dtype=self._dtype,
         )
 
-    def _check_batch(self, batch: Batch) -> None:
+    def _tell_all(self, start: Start) -> list[Start]:
+        if self._local:
+            return [start]
+        starts: list[Any] = [None] * self.plan.ranks
+        dist.all_gather_object(starts, start)
+        return starts
+
+    def _check_batch(self, batch: Batch) -> int:
+        """The number of targets, once the batch fits."""
         if self._broken is not None:
             raise PipelineError(self._broken.failure, here=self.rank, again=True)
+        if self._closed:
+            raise RuntimeError("this pipeline was closed; make a new one, or close it only after the last step.")
         sequences = self.plan.micros * self.plan.micro_size
         if tuple(batch.tokens.shape) != (sequences, self.plan.tokens):
             raise ValueError(
@@ -284,6 +300,24 @@ class Pipeline:
                 f"{self.plan.micro_size} sequences, {self.plan.tokens} tokens each: give "
                 f"[{sequences}, {self.plan.tokens}]."
             )
+        Mask(document_starts=batch.document_starts)  # refuses borders that are none, before any work is lost
+        targets = batch.num_targets
+        if targets == 0:
+            raise ValueError(
+                f"the batch has no target: all {batch.targets.numel()} are {NO_TARGET}, so its loss is undefined; "
+                f"leave such a batch out."
+            )
+        return targets
+
+    def _sum_with_check(self, batch: Batch, values: list[float]) -> list[float]:
+        """The sums of `values` over ranks; RuntimeError on every rank when they were given different batches, which
+        would otherwise train on tokens of one and targets of the other."""
+        digest = float(batch.digest())
+        table = self._wiring.sum_over_ranks([digest, digest * digest, *values])
+        ranks = 1 if self._local else self.plan.ranks
+        if table[0] * table[0] != ranks * table[1]:  # exact: integers below 2^53, equal only if all digests are
+            raise RuntimeError("the ranks were given different batches; give every rank of the pipeline the same one")
+        return table[2:]
 
     def _run(self, batch: Batch, scale: Tensor | None, *, evaluating: bool) -> None:
         batch = batch.to(self._device)
@@ -335,7 +369,7 @@ class Pipeline:
 
     def _fail(self, action: str, cause: BaseException, *, rank: int) -> None:
         """Record the failure, close the links so that neighbours notice, drop the state, and raise with the origin."""
-        failure = Failure(rank, action, f"{type(cause).__name__}: {cause}")
+        failure = Failure(rank, action, words(cause))
         lost = cause.lost_peer if isinstance(cause, LinkError) else None
         # A closed connection is somebody else's failure, whose record may need a moment to become readable.
         origin = self._board.origin(wait=lost is not None or "onnection" in str(cause))
@@ -352,29 +386,3 @@ class Pipeline:
         self.zero_grad()
         self.close()
         raise error from cause
-
-
-def _choose_links(links: str, plan: Plan, processes: int) -> bool:
-    """Whether this process runs every rank; "local" said aloud does so beside other processes too, for comparisons."""
-    if links not in ("auto", "local", "dist"):
-        raise ValueError(f"unknown links {links!r}; choose 'auto', 'local' or 'dist'.")
-    local = links == "local" or (links == "auto" and processes == 1)
-    if not local and processes != plan.ranks:
-        started = f"{processes} processes were started" if dist.is_initialized() else "no process group was started"
-        raise ValueError(
-            f"the plan has {plan.ranks} ranks but {started}; start {plan.ranks} (torchrun "
-            f"--nproc-per-node {plan.ranks}, or --local-ranks {plan.ranks}); or make a plan for {processes}."
-        )
-    return local
-
-
-def _check_layers(named: Mapping[str, LayerSource], plan: Plan) -> None:
-    if len(named) != plan.layers:
-        raise ValueError(
-            f"{len(named)} layers were given but the plan's stages cover {plan.layers}: {list(plan.stages)}."
-        )
-    split = [str(action) for action in plan.schedule.actions() if action.kind not in ("F", "B")]
-    if split:
-        raise ValueError(
-            f"the engine runs forward (F) and full backward (B) actions; the schedule also has {split[0]}."
-        )

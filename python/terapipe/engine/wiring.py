@@ -80,7 +80,7 @@ def open_dist_wiring(
             pairs[ranks] = dist.new_group(list(ranks), timeout=timeout)
         tied |= {name: (owner[name], pairs.get(ranks)) for name in tie}
     everyone = dist.new_group(backend="gloo", timeout=timeout)
-    return _DistWiring(links, everyone, tied, rank, dist.get_world_size())
+    return _DistWiring(links, everyone, tied, dist.get_world_size())
 
 
 def _specs(
@@ -135,18 +135,16 @@ class _DistWiring:
         links: dict[PlannedLink, Link],
         everyone: dist.ProcessGroup,
         tied: Mapping[str, tuple[int, dist.ProcessGroup | None]],
-        rank: int,
         ranks: int,
     ) -> None:
         self.links = links
         self._everyone: dist.ProcessGroup | None = everyone
         self._tied = dict(tied)
-        self._rank, self._ranks = rank, ranks
+        self._ranks = ranks
 
     def expect(self, transfers: Expected) -> None:
         for planned, link in self.links.items():
-            if link.spec.destination == self._rank:
-                link.expect(transfers[planned])
+            link.expect(transfers[planned])
 
     def finish(self) -> None:
         for link in self.links.values():
