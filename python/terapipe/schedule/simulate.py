@@ -137,7 +137,8 @@ def simulate(
     cost = {action: _cost(costs, action) for action in schedule.actions()}
     run = _run(schedule, cost, links, slots)
     free_links = run if links is None and slots is None else _run(schedule, cost, None, None)
-    mean = _run(schedule, _mean_by_kind(cost), None, None)
+    mean_cost = _mean_by_kind(cost)
+    mean = free_links if mean_cost == cost else _run(schedule, mean_cost, None, None)
     makespans = (max(free_links.end.values(), default=0), max(mean.end.values(), default=0))
     return Simulation(schedule, run.start, run.end, run.flights, makespans)
 
