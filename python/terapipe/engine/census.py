@@ -37,6 +37,12 @@ class Census:
     ties: tuple[Tie, ...]
 
     @property
+    def families(self) -> tuple[tuple[str, ...], ...]:
+        """Names of one value: the original, then its copies."""
+        originals = dict.fromkeys(original for original, _ in self.ties)
+        return tuple((name, *(copy for original, copy in self.ties if original == name)) for name in originals)
+
+    @property
     def tied_copies(self) -> frozenset[str]:
         return frozenset(copy for _, copy in self.ties)
 

@@ -143,7 +143,13 @@ class Pipeline:
             open_local_wiring(plan.schedule, slots, dtype, self._device)
             if self._local
             else open_dist_wiring(
-                plan.schedule, slots, dtype, self._device, self.rank, ties=self.census.ties, owner=self.census.owner
+                plan.schedule,
+                slots,
+                dtype,
+                self._device,
+                self.rank,
+                families=self.census.families,
+                owner=self.census.owner,
             )
         )
         self._board = FailureBoard(self.rank, 1 if self._local else plan.ranks)

@@ -35,18 +35,21 @@ def squared_norms(parameters: Parameters, census: Census) -> list[float]:
 
 
 def sum_tied_gradients(parameters: Parameters, census: Census, wiring: Wiring) -> None:
-    """Both copies of a tied parameter get the sum of their gradients, added in the same order on both ranks."""
-    for original, copy in census.ties:
-        here = parameters.get(original), parameters.get(copy)
-        grads = [None if parameter is None else _gradient_of(parameter) for parameter in here]
-        if grads == [None, None]:
+    """All copies of a tied parameter get the sum of their gradients, added in the same order on every rank."""
+    for family in census.families:
+        held = [parameters[name] for name in family if name in parameters]
+        if not held:
             continue
-        first = wiring.share(original, grads[0], like=grads[1])
-        second = wiring.share(copy, grads[1], like=grads[0])
-        assert first is not None and second is not None
-        for parameter in here:
-            if parameter is not None:
-                parameter.grad = first + second
+        gradients = {name: _gradient_of(parameters[name]) for name in family if name in parameters}
+        like = next(iter(gradients.values()))
+        total = torch.zeros_like(like)
+        for name in family:
+            gradient = wiring.share(name, gradients.get(name), like=like)
+            assert gradient is not None
+            total += gradient
+        for parameter in held:
+            if parameter.requires_grad:
+                parameter.grad = total.clone()
 
 
 @torch.no_grad()

@@ -1,5 +1,5 @@
-"""What connects the ranks of a plan: a link per edge, a group for sums over all ranks, a group per pair of tied
-parameters.
+"""What connects the ranks of a plan: a link per edge, a group for sums over all ranks, a group per set of ranks with
+copies of a tied parameter.
 
 Two kinds with one interface: everything in this process (`local`), or one process a rank over torch.distributed
 (`dist`).  Every group is made and warmed here, in one global order on every rank, because creating or first using a
@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from terapipe.engine.census import Tie
 from terapipe.schedule import Link as PlannedLink
 from terapipe.schedule import Schedule, SlotAssignment
 from tpkernels.links import DistLink, Key, Link, LinkSpec, LocalLink
@@ -43,7 +42,7 @@ class Wiring(Protocol):
         """Every rank's list, on every rank."""
 
     def share(self, name: str, value: Tensor | None, *, like: Tensor | None) -> Tensor | None:
-        """The value of the tied parameter `name` on both ranks of its tie; None on any other."""
+        """The value of the tied parameter `name` on every rank that holds one of its copies; None on any other."""
 
     def close(self) -> None:
         """Let go of every connection; peers that wait get an error."""
@@ -61,7 +60,7 @@ def open_dist_wiring(
     device: torch.device,
     rank: int,
     *,
-    ties: Sequence[Tie],
+    families: Sequence[tuple[str, ...]],
     owner: Mapping[str, int],
     timeout: timedelta = timedelta(minutes=30),
 ) -> Wiring:
@@ -72,13 +71,13 @@ def open_dist_wiring(
         if rank in (spec.source, spec.destination):
             links[link] = DistLink(spec, group)
             _warm(spec, group, rank)
-    pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     tied: dict[str, tuple[int, dist.ProcessGroup | None]] = {}
-    for tie in ties:
-        ranks = (min(owner[name] for name in tie), max(owner[name] for name in tie))
-        if ranks[0] != ranks[1] and ranks not in pairs:
-            pairs[ranks] = dist.new_group(list(ranks), timeout=timeout)
-        tied |= {name: (owner[name], pairs.get(ranks)) for name in tie}
+    for family in families:
+        ranks = tuple(sorted({owner[name] for name in family}))
+        if len(ranks) > 1 and ranks not in groups:
+            groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
+        tied |= {name: (owner[name], groups.get(ranks)) for name in family}
     everyone = dist.new_group(backend="gloo", timeout=timeout)
     return _DistWiring(links, everyone, tied, dist.get_world_size())
 
