@@ -1,10 +1,11 @@
-"""CpuBackend: prefix attention by the C++ SIMD kernels of tpkernels._core (csrc/cpu), for fp32, bf16 and fp16 on CPU tensors.
+"""CpuBackend: prefix attention by the C++ SIMD kernels of tpkernels._core (csrc/cpu), in fp32, bf16 and fp16.
 
-Every call is deterministic and gives bitwise the same result for any thread count and any slicing (dk, dv: slices at multiples of
-`invariance_unit`), so `deterministic=` changes nothing. TPK_CPU_ISA names the ISA level (tests); the thread count follows
-torch.get_num_threads().
+Every call is deterministic: bitwise the same result for any thread count and any slicing (dk, dv: slices at multiples
+of `invariance_unit`), so `deterministic=` changes nothing. TPK_CPU_ISA names the ISA level (tests); the thread count
+follows torch.get_num_threads().
 
-The one trap: the extension sees raw addresses, so every tensor named here must outlive the call and have a contiguous last dimension.
+The one trap: the extension sees raw addresses, so every tensor named here must outlive the call and have a contiguous
+last dimension.
 """
 
 from __future__ import annotations

@@ -9,4 +9,4 @@ void attention_forward(const ForwardParams& params, int64_t num_threads);
 // Adds into dk, dv and dsinks; writes dq.
 void attention_backward(const BackwardParams& params, int64_t num_threads);
 
-}  // namespace tpk::cpu
+} // namespace tpk::cpu

@@ -1,6 +1,6 @@
 // cpu/backward.h: prefix attention backward for one (batch, KV head): dq written, dk and dv added to the fp32 accumulators in place.
-// prepare packs each query tile once (q and dout as lanes and as depth, lse, delta). keys owns dk and dv of one key tile: it starts them from
-// the accumulators and walks the query tiles from the last to the first; S^T and dP^T of 32 keys x one panel become P and dS at once
+// prepare packs each query tile once (q and dout as lanes and as depth, lse, delta). keys owns dk and dv of one key tile: it starts them
+// from the accumulators and walks the query tiles from the last to the first; S^T and dP^T of 32 keys x one panel become P and dS at once
 // (lse is known), then dV += P^T dO, dK += dS^T Q and dQ^T += K^T dS^T. finish writes dq.
 // Order makes results bitwise independent of slicing and thread count: dk, dv see query tiles descending; dq sees key tiles ascending, by
 // a ticket per query tile (`next_key_tile`). Trap: a thread may wait for a ticket only of key tiles claimed before its own, which the
@@ -23,335 +23,331 @@ template <class Core, bool Capped, bool Masked>
 void score_gradients(const float* scores, const float* dp, const float* slope, int64_t rows, float scale_log2, float scale,
                      const float* lse_log2, const float* delta, typename Core::Element* p_rows, typename Core::Element* ds_rows,
                      int64_t stride, typename Core::Element* ds_depth) {
-    Vec lse[2], offset[2];
-    for (int v = 0; v < 2; ++v) {
-        lse[v] = splat(0.0f) - load(lse_log2 + v * vec_lanes);
-        offset[v] = load(delta + v * vec_lanes);
-    }
-    const Vec to_log2 = splat(scale_log2), factor = splat(scale), hidden = splat(minus_infinity);
-    for (int64_t r = 0; r < rows; r += 2) {
-        Vec p[2][2], ds[2][2];
-        for (int i = 0; i < 2; ++i)
-            for (int v = 0; v < 2; ++v) {
-                const int64_t at = (r + i) * Core::lanes + v * vec_lanes;
-                const Vec s = load(scores + at);
-                p[i][v] = exp2_approx<Core::exp_degree>(fma(s, to_log2, lse[v]));
-                ds[i][v] = p[i][v] * ((load(dp + at) - offset[v]) * factor);
-                if constexpr (Capped) ds[i][v] = ds[i][v] * load(slope + at);
-                if constexpr (Masked) {
-                    p[i][v] = zero_where_equal(s, hidden, p[i][v]);
-                    ds[i][v] = zero_where_equal(s, hidden, ds[i][v]);
-                }
-            }
-        Core::emit_rows_pair(p_rows + r * stride, stride, p[0], p[1]);
-        Core::emit_rows_pair(ds_rows + r * stride, stride, ds[0], ds[1]);
-        if constexpr (!Core::in_place)
-            for (int v = 0; v < 2; ++v) Core::emit_depth_pair(ds_depth, r, v, ds[0][v], ds[1][v]);
-    }
+  Vec lse[2], offset[2];
+  for (int v = 0; v < 2; ++v) {
+    lse[v] = splat(0.0f) - load(lse_log2 + v * vec_lanes);
+    offset[v] = load(delta + v * vec_lanes);
+  }
+  const Vec to_log2 = splat(scale_log2), factor = splat(scale), hidden = splat(minus_infinity);
+  for (int64_t r = 0; r < rows; r += 2) {
+    Vec p[2][2], ds[2][2];
+    for (int i = 0; i < 2; ++i)
+      for (int v = 0; v < 2; ++v) {
+        const int64_t at = (r + i) * Core::lanes + v * vec_lanes;
+        const Vec s = load(scores + at);
+        p[i][v] = exp2_approx<Core::exp_degree>(fma(s, to_log2, lse[v]));
+        ds[i][v] = p[i][v] * ((load(dp + at) - offset[v]) * factor);
+        if constexpr (Capped) ds[i][v] = ds[i][v] * load(slope + at);
+        if constexpr (Masked) {
+          p[i][v] = zero_where_equal(s, hidden, p[i][v]);
+          ds[i][v] = zero_where_equal(s, hidden, ds[i][v]);
+        }
+      }
+    Core::emit_rows_pair(p_rows + r * stride, stride, p[0], p[1]);
+    Core::emit_rows_pair(ds_rows + r * stride, stride, ds[0], ds[1]);
+    if constexpr (!Core::in_place)
+      for (int v = 0; v < 2; ++v) Core::emit_depth_pair(ds_depth, r, v, ds[0][v], ds[1][v]);
+  }
 }
 
-template <class Core>
-struct Backward {
-    using Element = typename Core::Element;
-    static constexpr int L = Core::lanes;
+template <class Core> struct Backward {
+  using Element = typename Core::Element;
+  static constexpr int L = Core::lanes;
 
-    // One query tile of the head: packed operands and row statistics.
-    struct QueryTile {
-        Element *q_lanes, *dout_lanes, *q_depth, *dout_depth;
-        float *lse_log2, *delta, *dq;
-        double* dsinks;
-        int32_t *lo, *hi;
-        PanelIntervals* intervals;
-        int64_t first_token, tokens, panels;
-        IntervalCorners corners;
-        bool empty, bad_dout;
-        std::atomic<int64_t> next_key_tile;
+  // One query tile of the head: packed operands and row statistics.
+  struct QueryTile {
+    Element *q_lanes, *dout_lanes, *q_depth, *dout_depth;
+    float *lse_log2, *delta, *dq;
+    double* dsinks;
+    int32_t *lo, *hi;
+    PanelIntervals* intervals;
+    int64_t first_token, tokens, panels;
+    IntervalCorners corners;
+    bool empty, bad_dout;
+    std::atomic<int64_t> next_key_tile;
 
-        bool skipped(int64_t begin, int64_t end) const { return empty || corners.skipped(begin, end); }
-    };
+    bool skipped(int64_t begin, int64_t end) const { return empty || corners.skipped(begin, end); }
+  };
 
-    struct Sizes {
-        int64_t group, tile_tokens, tile_lanes, first_tile, tiles, depth, value_depth, dim_rows, dim_panels, value_panels;
+  struct Sizes {
+    int64_t group, tile_tokens, tile_lanes, first_tile, tiles, depth, value_depth, dim_rows, dim_panels, value_panels;
 
-        explicit Sizes(const BackwardParams& params) {
-            const AttentionShape& s = params.shape;
-            group = s.group();
-            tile_tokens = backward_query_tokens(group);
-            tile_lanes = round_up(tile_tokens * group, L);
-            first_tile = floor_div(params.mask.start, tile_tokens);
-            tiles = floor_div(params.mask.start + s.tokens - 1, tile_tokens) - first_tile + 1;
-            depth = round_up(s.head_dim, Core::depth_unit);
-            value_depth = round_up(s.value_head_dim, Core::depth_unit);
-            dim_rows = round_up(s.head_dim, Core::row_unit);
-            dim_panels = round_up(s.head_dim, L) / L;
-            value_panels = round_up(s.value_head_dim, L) / L;
-        }
-    };
-
-    struct HeadMemory {
-        QueryTile* tiles;
-        int64_t bytes;
-
-        // Lays the head out; with `tile` >= 0 also fills the pointers of that query tile.
-        HeadMemory(const Sizes& n, std::byte* block, int64_t tile = -1) {
-            Arena arena{block};
-            tiles = arena.take<QueryTile>(n.tiles);
-            const int64_t panels = n.tile_lanes / L, header = arena.bytes;
-            Arena one{nullptr};
-            lay_out(n, panels, one, nullptr);
-            bytes = header + n.tiles * one.bytes;
-            if (tile >= 0) {
-                arena.bytes += tile * one.bytes;
-                lay_out(n, panels, arena, &tiles[tile]);
-            }
-        }
-        static void lay_out(const Sizes& n, int64_t panels, Arena& arena, QueryTile* tile) {
-            QueryTile scratch;
-            QueryTile& t = tile == nullptr ? scratch : *new (tile) QueryTile;
-            t.q_lanes = arena.take<Element>(panels * n.depth * L);
-            t.dout_lanes = arena.take<Element>(panels * n.value_depth * L);
-            t.q_depth = arena.take<Element>(n.dim_panels * n.tile_lanes * L);
-            t.dout_depth = arena.take<Element>(n.value_panels * n.tile_lanes * L);
-            t.dq = arena.take<float>(panels * n.dim_rows * L);
-            t.lse_log2 = arena.take<float>(n.tile_lanes);
-            t.delta = arena.take<float>(n.tile_lanes);
-            t.dsinks = arena.take<double>(n.group);
-            t.lo = arena.take<int32_t>(n.tile_lanes);
-            t.hi = arena.take<int32_t>(n.tile_lanes);
-            t.intervals = arena.take<PanelIntervals>(panels);
-        }
-    };
-
-    struct ThreadMemory {
-        Element *k, *v, *k_columns, *p_rows, *ds_rows, *ds_depth;
-        float *dk, *dv, *scores, *dp, *slope;
-        int64_t bytes;
-
-        ThreadMemory(const Sizes& n, std::byte* block) {
-            constexpr int64_t keys = backward_key_tile;
-            Arena arena{block};
-            k = arena.take<Element>(keys * n.depth);
-            v = arena.take<Element>(keys * n.value_depth);
-            k_columns = arena.take<Element>(keys * n.dim_rows);
-            p_rows = arena.take<Element>(keys * n.tile_lanes);
-            ds_rows = arena.take<Element>(keys * n.tile_lanes);
-            ds_depth = Core::in_place ? ds_rows : arena.take<Element>(keys * n.tile_lanes);
-            dk = arena.take<float>(n.dim_panels * keys * L);
-            dv = arena.take<float>(n.value_panels * keys * L);
-            scores = arena.take<float>(key_chunk * L);
-            dp = arena.take<float>(key_chunk * L);
-            slope = arena.take<float>(key_chunk * L);
-            bytes = arena.bytes;
-        }
-    };
-
-    static int64_t head_bytes(const BackwardParams& params) { return HeadMemory(Sizes(params), nullptr).bytes; }
-    static int64_t thread_bytes(const BackwardParams& params) { return ThreadMemory(Sizes(params), nullptr).bytes; }
-
-    static void prepare(const BackwardParams& params, HeadIndex head, int64_t index, std::byte* block) {
-        const AttentionShape& shape = params.shape;
-        const Sizes n(params);
-        QueryTile& tile = HeadMemory(n, block, index).tiles[index];
-        const int64_t absolute = (n.first_tile + index) * n.tile_tokens - params.mask.start;
-        tile.first_token = absolute > 0 ? absolute : 0;
-        const int64_t end = absolute + n.tile_tokens < shape.tokens ? absolute + n.tile_tokens : shape.tokens;
-        tile.tokens = end - tile.first_token;
-        const int64_t rows = tile.tokens * n.group, first_row = tile.first_token * n.group;
-        tile.panels = round_up(rows, L) / L;
-        const Rows q = Rows::of(params.q, shape.dtype, head.batch, head.kv_head, n.group);
-        const Rows dout = Rows::of(params.dout, shape.dtype, head.batch, head.kv_head, n.group);
-        const Rows out = Rows::of(params.out, shape.dtype, head.batch, head.kv_head, n.group);
-        const float sign = params.scale > 0 ? 1.0f : params.scale < 0 ? -1.0f : 0.0f;
-
-        tile.empty = true;
-        for (int64_t panel = 0; panel < tile.panels; ++panel) {
-            const int64_t row = panel * L, count = rows - row < L ? rows - row : L;
-            Core::pack_lanes(tile.q_lanes + panel * n.depth * L, q, first_row + row, count, shape.head_dim, sign);
-            Core::pack_lanes(tile.dout_lanes + panel * n.value_depth * L, dout, first_row + row, count, shape.value_head_dim, 1.0f);
-            const PanelIntervals& interval = tile.intervals[panel] = panel_intervals(
-                params.mask, head.batch, n.group, tile.first_token, row, count, L, tile.lo + row, tile.hi + row);
-            if (panel == 0) tile.corners = interval.corners;
-            IntervalCorners& all = tile.corners;
-            if (interval.corners.first.lo < all.first.lo) all.first.lo = interval.corners.first.lo;
-            if (interval.corners.last.hi > all.last.hi) all.last.hi = interval.corners.last.hi;
-            tile.empty &= interval.empty;
-        }
-        Core::pack_depth(tile.q_depth, q, first_row, rows, tile.panels * L, shape.head_dim);
-        tile.bad_dout = Core::pack_depth(tile.dout_depth, dout, first_row, rows, tile.panels * L, shape.value_head_dim);
-        std::memset(tile.dq, 0, tile.panels * n.dim_rows * L * sizeof(float));
-        for (int64_t g = 0; g < n.group; ++g) tile.dsinks[g] = 0.0;
-
-        float dout_row[256], out_row[256];
-        for (int64_t r = 0; r < tile.panels * L; ++r) {
-            tile.lse_log2[r] = __builtin_inff();  // exp2(s - inf) = 0: padding and rows that see nothing
-            tile.delta[r] = 0.0f;
-            if (r >= rows) continue;
-            const int64_t query_head = head.kv_head * n.group + r % n.group, token = tile.first_token + r / n.group;
-            const float lse = params.lse[(head.batch * shape.query_heads + query_head) * shape.tokens + token];
-            load_row(dout_row, dout.row(first_row + r), shape.value_head_dim, shape.dtype);
-            load_row(out_row, out.row(first_row + r), shape.value_head_dim, shape.dtype);
-            tile.delta[r] = dot(dout_row, out_row, shape.value_head_dim);
-            if (tile.hi[r] > tile.lo[r]) tile.lse_log2[r] = lse * log2_of_e;
-            if (params.dsinks != nullptr)
-                tile.dsinks[r % n.group] -= std::exp(double(params.sinks[query_head]) - double(lse)) * double(tile.delta[r]);
-        }
-        tile.next_key_tile.store(tile.corners.first.lo / backward_key_tile, std::memory_order_relaxed);
+    explicit Sizes(const BackwardParams& params) {
+      const AttentionShape& s = params.shape;
+      group = s.group();
+      tile_tokens = backward_query_tokens(group);
+      tile_lanes = round_up(tile_tokens * group, L);
+      first_tile = floor_div(params.mask.start, tile_tokens);
+      tiles = floor_div(params.mask.start + s.tokens - 1, tile_tokens) - first_tile + 1;
+      depth = round_up(s.head_dim, Core::depth_unit);
+      value_depth = round_up(s.value_head_dim, Core::depth_unit);
+      dim_rows = round_up(s.head_dim, Core::row_unit);
+      dim_panels = round_up(s.head_dim, L) / L;
+      value_panels = round_up(s.value_head_dim, L) / L;
     }
+  };
 
-    static float dot(const float* a, const float* b, int64_t count) {
-        float sum[16] = {};
-        int64_t i = 0;
-        for (; i + 16 <= count; i += 16)
-            for (int l = 0; l < 16; ++l) sum[l] += a[i + l] * b[i + l];
-        for (int l = 0; i < count; ++i, ++l) sum[l] += a[i] * b[i];
-        for (int half = 8; half > 0; half /= 2)
-            for (int l = 0; l < half; ++l) sum[l] += sum[l + half];
-        return sum[0];
+  struct HeadMemory {
+    QueryTile* tiles;
+    int64_t bytes;
+
+    // Lays the head out; with `tile` >= 0 also fills the pointers of that query tile.
+    HeadMemory(const Sizes& n, std::byte* block, int64_t tile = -1) {
+      Arena arena{block};
+      tiles = arena.take<QueryTile>(n.tiles);
+      const int64_t panels = n.tile_lanes / L, header = arena.bytes;
+      Arena one{nullptr};
+      lay_out(n, panels, one, nullptr);
+      bytes = header + n.tiles * one.bytes;
+      if (tile >= 0) {
+        arena.bytes += tile * one.bytes;
+        lay_out(n, panels, arena, &tiles[tile]);
+      }
     }
-
-    static void keys(const BackwardParams& params, HeadIndex head, int64_t key_tile, std::byte* head_block, std::byte* thread_block) {
-        const AttentionShape& shape = params.shape;
-        const Sizes n(params);
-        const HeadMemory queries(n, head_block);
-        const ThreadMemory memory(n, thread_block);
-        const int64_t first_key = key_tile * backward_key_tile, end_key = first_key + backward_key_tile;
-        const int64_t count = shape.keys < end_key ? shape.keys - first_key : backward_key_tile;
-        bool any = false;
-        for (int64_t i = 0; i < n.tiles && !any; ++i) any = !queries.tiles[i].skipped(first_key, end_key);
-        if (!any) return;  // its dk and dv stay as they are
-        [[maybe_unused]] typename Core::Session session;
-
-        const Rows k = Rows::of(params.k, shape.dtype, head.batch, head.kv_head, 1);
-        const Rows v = Rows::of(params.v, shape.dtype, head.batch, head.kv_head, 1);
-        Core::pack_rows(memory.k, k, first_key, count, backward_key_tile, shape.head_dim);
-        Core::pack_rows(memory.v, v, first_key, count, backward_key_tile, shape.value_head_dim);
-        Core::pack_columns(memory.k_columns, k, first_key, count, backward_key_tile, shape.head_dim);
-        load_accumulator(memory.dk, params.dk, head, first_key, count, shape.head_dim);
-        load_accumulator(memory.dv, params.dv, head, first_key, count, shape.value_head_dim);
-
-        for (int64_t i = n.tiles - 1; i >= 0; --i) {
-            QueryTile& tile = queries.tiles[i];
-            if (tile.skipped(first_key, end_key)) continue;
-            const int64_t lowest = tile.corners.first.lo - first_key, highest = tile.corners.last.hi - first_key;
-            const int64_t begin = lowest > 0 ? lowest / key_chunk * key_chunk : 0;
-            const int64_t end = highest < backward_key_tile ? round_up(highest, key_chunk) : backward_key_tile;
-            const int64_t stride = tile.panels * L;
-            for (int64_t panel = 0; panel < tile.panels; ++panel)
-                for (int64_t chunk = begin; chunk < end; chunk += key_chunk)
-                    gradients_of_chunk(params, n, tile, panel, first_key, chunk, stride, memory);
-            const auto p_view = Core::rows_view(memory.p_rows, stride).rows_from(begin);
-            const auto ds_view = Core::rows_view(memory.ds_rows, stride).rows_from(begin);
-            for (int64_t panel = 0; panel < n.value_panels; ++panel)
-                Core::template multiply<Update::add>(memory.dv + (panel * backward_key_tile + begin) * L, L, p_view,
-                                                     tile.dout_depth + panel * stride * L, L, end - begin, stride,
-                                                     shape.value_head_dim - panel * L);
-            for (int64_t panel = 0; panel < n.dim_panels; ++panel)
-                Core::template multiply<Update::add>(memory.dk + (panel * backward_key_tile + begin) * L, L, ds_view,
-                                                     tile.q_depth + panel * stride * L, L, end - begin, stride,
-                                                     shape.head_dim - panel * L);
-            if (tile.bad_dout) add_bad_dout(params, head, tile, first_key, begin, end, n.group, memory.dv);
-
-            const auto k_columns = Core::columns_view(memory.k_columns, backward_key_tile).depth_from(begin);
-            for (int64_t spins = 0; tile.next_key_tile.load(std::memory_order_acquire) != key_tile; ++spins)
-                relax_or_yield(spins);
-            for (int64_t panel = 0; panel < tile.panels; ++panel) {
-                const Element* ds = Core::in_place ? memory.ds_rows + begin * stride + panel * L
-                                                   : memory.ds_depth + (panel * backward_key_tile + begin) * L;
-                Core::template multiply<Update::add>(tile.dq + panel * n.dim_rows * L, L, k_columns, ds, Core::in_place ? stride : L,
-                                                     n.dim_rows, end - begin);
-            }
-            tile.next_key_tile.store(key_tile + 1, std::memory_order_release);
-        }
-        store_accumulator(params.dk, memory.dk, head, first_key, count, shape.head_dim);
-        store_accumulator(params.dv, memory.dv, head, first_key, count, shape.value_head_dim);
+    static void lay_out(const Sizes& n, int64_t panels, Arena& arena, QueryTile* tile) {
+      QueryTile scratch;
+      QueryTile& t = tile == nullptr ? scratch : *new (tile) QueryTile;
+      t.q_lanes = arena.take<Element>(panels * n.depth * L);
+      t.dout_lanes = arena.take<Element>(panels * n.value_depth * L);
+      t.q_depth = arena.take<Element>(n.dim_panels * n.tile_lanes * L);
+      t.dout_depth = arena.take<Element>(n.value_panels * n.tile_lanes * L);
+      t.dq = arena.take<float>(panels * n.dim_rows * L);
+      t.lse_log2 = arena.take<float>(n.tile_lanes);
+      t.delta = arena.take<float>(n.tile_lanes);
+      t.dsinks = arena.take<double>(n.group);
+      t.lo = arena.take<int32_t>(n.tile_lanes);
+      t.hi = arena.take<int32_t>(n.tile_lanes);
+      t.intervals = arena.take<PanelIntervals>(panels);
     }
+  };
 
-    static void gradients_of_chunk(const BackwardParams& params, const Sizes& n, const QueryTile& tile, int64_t panel, int64_t first_key,
-                                   int64_t chunk, int64_t stride, const ThreadMemory& memory) {
-        const PanelIntervals& interval = tile.intervals[panel];
-        Element *p_rows = memory.p_rows + chunk * stride + panel * L, *ds_rows = memory.ds_rows + chunk * stride + panel * L;
-        Element* ds_depth = Core::in_place ? nullptr : memory.ds_depth + (panel * backward_key_tile + chunk) * L;
-        const int64_t begin = first_key + chunk, end = begin + key_chunk;
-        if (interval.skipped(begin, end)) {
-            for (int64_t r = 0; r < key_chunk; ++r) {
-                std::memset(p_rows + r * stride, 0, L * sizeof(Element));
-                std::memset(ds_rows + r * stride, 0, L * sizeof(Element));
-            }
-            if (!Core::in_place) std::memset(ds_depth, 0, key_chunk * L * sizeof(Element));
-            return;
-        }
-        const bool capped = params.softcap > 0, masked = !interval.full(begin, end);
-        const float scale = params.scale == 0 ? 1.0f : std::fabs(params.scale), scale_log2 = capped ? 1.0f : scale * log2_of_e;
-        Core::template multiply<Update::store>(memory.scores, L, Core::rows_view(memory.k, n.depth).rows_from(chunk),
-                                               tile.q_lanes + panel * n.depth * L, L, key_chunk, n.depth);
-        Core::template multiply<Update::store>(memory.dp, L, Core::rows_view(memory.v, n.value_depth).rows_from(chunk),
-                                               tile.dout_lanes + panel * n.value_depth * L, L, key_chunk, n.value_depth);
-        if (capped) cap_scores(memory.scores, memory.slope, key_chunk * L, scale, params.softcap);
-        if (masked) mask_scores<L>(memory.scores, key_chunk, int32_t(begin), interval.lo, interval.hi);
-        const auto elementwise = capped   ? (masked ? score_gradients<Core, true, true> : score_gradients<Core, true, false>)
-                                 : masked ? score_gradients<Core, false, true>
-                                          : score_gradients<Core, false, false>;
-        elementwise(memory.scores, memory.dp, memory.slope, key_chunk, scale_log2, params.scale, tile.lse_log2 + panel * L,
-                    tile.delta + panel * L, p_rows, ds_rows, stride, ds_depth);
-    }
+  struct ThreadMemory {
+    Element *k, *v, *k_columns, *p_rows, *ds_rows, *ds_depth;
+    float *dk, *dv, *scores, *dp, *slope;
+    int64_t bytes;
 
-    // Keys seen by a row with non-finite dout get those elements in dv, whatever the probability.
-    static __attribute__((noinline)) void add_bad_dout(const BackwardParams& params, HeadIndex head, const QueryTile& tile,
-                                                       int64_t first_key, int64_t begin, int64_t end, int64_t group, float* dv) {
-        const int64_t dim = params.shape.value_head_dim;
-        const Rows dout = Rows::of(params.dout, params.shape.dtype, head.batch, head.kv_head, group);
-        float row[256];
-        for (int64_t r = 0; r < tile.tokens * group; ++r) {
-            load_row(row, dout.row(tile.first_token * group + r), dim, dout.dtype);
-            for (int64_t d = 0; d < dim; ++d) {
-                if (finite_bits(row[d])) continue;
-                for (int64_t key = begin; key < end; ++key)
-                    if (first_key + key >= tile.lo[r] && first_key + key < tile.hi[r])
-                        dv[(d / L * backward_key_tile + key) * L + d % L] += row[d];
-            }
-        }
+    ThreadMemory(const Sizes& n, std::byte* block) {
+      constexpr int64_t keys = backward_key_tile;
+      Arena arena{block};
+      k = arena.take<Element>(keys * n.depth);
+      v = arena.take<Element>(keys * n.value_depth);
+      k_columns = arena.take<Element>(keys * n.dim_rows);
+      p_rows = arena.take<Element>(keys * n.tile_lanes);
+      ds_rows = arena.take<Element>(keys * n.tile_lanes);
+      ds_depth = Core::in_place ? ds_rows : arena.take<Element>(keys * n.tile_lanes);
+      dk = arena.take<float>(n.dim_panels * keys * L);
+      dv = arena.take<float>(n.value_panels * keys * L);
+      scores = arena.take<float>(key_chunk * L);
+      dp = arena.take<float>(key_chunk * L);
+      slope = arena.take<float>(key_chunk * L);
+      bytes = arena.bytes;
     }
+  };
 
-    static void load_accumulator(float* to, const TensorView& from, HeadIndex head, int64_t first_key, int64_t count, int64_t dim) {
-        const Rows rows = Rows::of(from, DType::float32, head.batch, head.kv_head, 1);
-        for (int64_t r = 0; r < backward_key_tile; ++r)
-            for (int64_t d = 0; d < dim; d += L) {
-                float* at = to + (d / L * backward_key_tile + r) * L;
-                const int64_t width = dim - d < L ? dim - d : L;
-                std::memset(at, 0, L * sizeof(float));
-                if (r < count) std::memcpy(at, rows.row(first_key + r) + d * sizeof(float), width * sizeof(float));
-            }
-    }
-    static void store_accumulator(const TensorView& to, const float* from, HeadIndex head, int64_t first_key, int64_t count, int64_t dim) {
-        const Rows rows = Rows::of(to, DType::float32, head.batch, head.kv_head, 1);
-        for (int64_t r = 0; r < count; ++r)
-            for (int64_t d = 0; d < dim; d += L) {
-                const int64_t width = dim - d < L ? dim - d : L;
-                std::memcpy(const_cast<char*>(rows.row(first_key + r)) + d * sizeof(float),
-                            from + (d / L * backward_key_tile + r) * L, width * sizeof(float));
-            }
-    }
+  static int64_t head_bytes(const BackwardParams& params) { return HeadMemory(Sizes(params), nullptr).bytes; }
+  static int64_t thread_bytes(const BackwardParams& params) { return ThreadMemory(Sizes(params), nullptr).bytes; }
 
-    static void finish(const BackwardParams& params, HeadIndex head, int64_t index, std::byte* block) {
-        const AttentionShape& shape = params.shape;
-        const Sizes n(params);
-        const QueryTile& tile = HeadMemory(n, block).tiles[index];
-        const Rows dq = Rows::of(params.dq, shape.dtype, head.batch, head.kv_head, n.group);
-        float one[L];
-        for (int l = 0; l < L; ++l) one[l] = 1.0f;
-        const int64_t rows = tile.tokens * n.group;
-        for (int64_t panel = 0; panel < tile.panels; ++panel)
-            unpack_lanes<L>(dq, tile.first_token * n.group + panel * L, rows - panel * L < L ? rows - panel * L : L,
-                            tile.dq + panel * n.dim_rows * L, shape.head_dim, one);
-    }
+  static void prepare(const BackwardParams& params, HeadIndex head, int64_t index, std::byte* block) {
+    const AttentionShape& shape = params.shape;
+    const Sizes n(params);
+    QueryTile& tile = HeadMemory(n, block, index).tiles[index];
+    const int64_t absolute = (n.first_tile + index) * n.tile_tokens - params.mask.start;
+    tile.first_token = absolute > 0 ? absolute : 0;
+    const int64_t end = absolute + n.tile_tokens < shape.tokens ? absolute + n.tile_tokens : shape.tokens;
+    tile.tokens = end - tile.first_token;
+    const int64_t rows = tile.tokens * n.group, first_row = tile.first_token * n.group;
+    tile.panels = round_up(rows, L) / L;
+    const Rows q = Rows::of(params.q, shape.dtype, head.batch, head.kv_head, n.group);
+    const Rows dout = Rows::of(params.dout, shape.dtype, head.batch, head.kv_head, n.group);
+    const Rows out = Rows::of(params.out, shape.dtype, head.batch, head.kv_head, n.group);
+    const float sign = params.scale > 0 ? 1.0f : params.scale < 0 ? -1.0f : 0.0f;
 
-    static void sinks(const BackwardParams& params, HeadIndex head, std::byte* block, double* sums) {
-        const Sizes n(params);
-        const HeadMemory memory(n, block);
-        for (int64_t i = 0; i < n.tiles; ++i)
-            for (int64_t g = 0; g < n.group; ++g) sums[head.kv_head * n.group + g] += memory.tiles[i].dsinks[g];
+    tile.empty = true;
+    for (int64_t panel = 0; panel < tile.panels; ++panel) {
+      const int64_t row = panel * L, count = rows - row < L ? rows - row : L;
+      Core::pack_lanes(tile.q_lanes + panel * n.depth * L, q, first_row + row, count, shape.head_dim, sign);
+      Core::pack_lanes(tile.dout_lanes + panel * n.value_depth * L, dout, first_row + row, count, shape.value_head_dim, 1.0f);
+      const PanelIntervals& interval = tile.intervals[panel] =
+          panel_intervals(params.mask, head.batch, n.group, tile.first_token, row, count, L, tile.lo + row, tile.hi + row);
+      if (panel == 0) tile.corners = interval.corners;
+      IntervalCorners& all = tile.corners;
+      if (interval.corners.first.lo < all.first.lo) all.first.lo = interval.corners.first.lo;
+      if (interval.corners.last.hi > all.last.hi) all.last.hi = interval.corners.last.hi;
+      tile.empty &= interval.empty;
     }
+    Core::pack_depth(tile.q_depth, q, first_row, rows, tile.panels * L, shape.head_dim);
+    tile.bad_dout = Core::pack_depth(tile.dout_depth, dout, first_row, rows, tile.panels * L, shape.value_head_dim);
+    std::memset(tile.dq, 0, tile.panels * n.dim_rows * L * sizeof(float));
+    for (int64_t g = 0; g < n.group; ++g) tile.dsinks[g] = 0.0;
+
+    float dout_row[256], out_row[256];
+    for (int64_t r = 0; r < tile.panels * L; ++r) {
+      tile.lse_log2[r] = __builtin_inff(); // exp2(s - inf) = 0: padding and rows that see nothing
+      tile.delta[r] = 0.0f;
+      if (r >= rows) continue;
+      const int64_t query_head = head.kv_head * n.group + r % n.group, token = tile.first_token + r / n.group;
+      const float lse = params.lse[(head.batch * shape.query_heads + query_head) * shape.tokens + token];
+      load_row(dout_row, dout.row(first_row + r), shape.value_head_dim, shape.dtype);
+      load_row(out_row, out.row(first_row + r), shape.value_head_dim, shape.dtype);
+      tile.delta[r] = dot(dout_row, out_row, shape.value_head_dim);
+      if (tile.hi[r] > tile.lo[r]) tile.lse_log2[r] = lse * log2_of_e;
+      if (params.dsinks != nullptr)
+        tile.dsinks[r % n.group] -= std::exp(double(params.sinks[query_head]) - double(lse)) * double(tile.delta[r]);
+    }
+    tile.next_key_tile.store(tile.corners.first.lo / backward_key_tile, std::memory_order_relaxed);
+  }
+
+  static float dot(const float* a, const float* b, int64_t count) {
+    float sum[16] = {};
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16)
+      for (int l = 0; l < 16; ++l) sum[l] += a[i + l] * b[i + l];
+    for (int l = 0; i < count; ++i, ++l) sum[l] += a[i] * b[i];
+    for (int half = 8; half > 0; half /= 2)
+      for (int l = 0; l < half; ++l) sum[l] += sum[l + half];
+    return sum[0];
+  }
+
+  static void keys(const BackwardParams& params, HeadIndex head, int64_t key_tile, std::byte* head_block, std::byte* thread_block) {
+    const AttentionShape& shape = params.shape;
+    const Sizes n(params);
+    const HeadMemory queries(n, head_block);
+    const ThreadMemory memory(n, thread_block);
+    const int64_t first_key = key_tile * backward_key_tile, end_key = first_key + backward_key_tile;
+    const int64_t count = shape.keys < end_key ? shape.keys - first_key : backward_key_tile;
+    bool any = false;
+    for (int64_t i = 0; i < n.tiles && !any; ++i) any = !queries.tiles[i].skipped(first_key, end_key);
+    if (!any) return; // its dk and dv stay as they are
+    [[maybe_unused]] typename Core::Session session;
+
+    const Rows k = Rows::of(params.k, shape.dtype, head.batch, head.kv_head, 1);
+    const Rows v = Rows::of(params.v, shape.dtype, head.batch, head.kv_head, 1);
+    Core::pack_rows(memory.k, k, first_key, count, backward_key_tile, shape.head_dim);
+    Core::pack_rows(memory.v, v, first_key, count, backward_key_tile, shape.value_head_dim);
+    Core::pack_columns(memory.k_columns, k, first_key, count, backward_key_tile, shape.head_dim);
+    load_accumulator(memory.dk, params.dk, head, first_key, count, shape.head_dim);
+    load_accumulator(memory.dv, params.dv, head, first_key, count, shape.value_head_dim);
+
+    for (int64_t i = n.tiles - 1; i >= 0; --i) {
+      QueryTile& tile = queries.tiles[i];
+      if (tile.skipped(first_key, end_key)) continue;
+      const int64_t lowest = tile.corners.first.lo - first_key, highest = tile.corners.last.hi - first_key;
+      const int64_t begin = lowest > 0 ? lowest / key_chunk * key_chunk : 0;
+      const int64_t end = highest < backward_key_tile ? round_up(highest, key_chunk) : backward_key_tile;
+      const int64_t stride = tile.panels * L;
+      for (int64_t panel = 0; panel < tile.panels; ++panel)
+        for (int64_t chunk = begin; chunk < end; chunk += key_chunk)
+          gradients_of_chunk(params, n, tile, panel, first_key, chunk, stride, memory);
+      const auto p_view = Core::rows_view(memory.p_rows, stride).rows_from(begin);
+      const auto ds_view = Core::rows_view(memory.ds_rows, stride).rows_from(begin);
+      for (int64_t panel = 0; panel < n.value_panels; ++panel)
+        Core::template multiply<Update::add>(memory.dv + (panel * backward_key_tile + begin) * L, L, p_view,
+                                             tile.dout_depth + panel * stride * L, L, end - begin, stride,
+                                             shape.value_head_dim - panel * L);
+      for (int64_t panel = 0; panel < n.dim_panels; ++panel)
+        Core::template multiply<Update::add>(memory.dk + (panel * backward_key_tile + begin) * L, L, ds_view,
+                                             tile.q_depth + panel * stride * L, L, end - begin, stride, shape.head_dim - panel * L);
+      if (tile.bad_dout) add_bad_dout(params, head, tile, first_key, begin, end, n.group, memory.dv);
+
+      const auto k_columns = Core::columns_view(memory.k_columns, backward_key_tile).depth_from(begin);
+      for (int64_t spins = 0; tile.next_key_tile.load(std::memory_order_acquire) != key_tile; ++spins) relax_or_yield(spins);
+      for (int64_t panel = 0; panel < tile.panels; ++panel) {
+        const Element* ds =
+            Core::in_place ? memory.ds_rows + begin * stride + panel * L : memory.ds_depth + (panel * backward_key_tile + begin) * L;
+        Core::template multiply<Update::add>(tile.dq + panel * n.dim_rows * L, L, k_columns, ds, Core::in_place ? stride : L, n.dim_rows,
+                                             end - begin);
+      }
+      tile.next_key_tile.store(key_tile + 1, std::memory_order_release);
+    }
+    store_accumulator(params.dk, memory.dk, head, first_key, count, shape.head_dim);
+    store_accumulator(params.dv, memory.dv, head, first_key, count, shape.value_head_dim);
+  }
+
+  static void gradients_of_chunk(const BackwardParams& params, const Sizes& n, const QueryTile& tile, int64_t panel, int64_t first_key,
+                                 int64_t chunk, int64_t stride, const ThreadMemory& memory) {
+    const PanelIntervals& interval = tile.intervals[panel];
+    Element *p_rows = memory.p_rows + chunk * stride + panel * L, *ds_rows = memory.ds_rows + chunk * stride + panel * L;
+    Element* ds_depth = Core::in_place ? nullptr : memory.ds_depth + (panel * backward_key_tile + chunk) * L;
+    const int64_t begin = first_key + chunk, end = begin + key_chunk;
+    if (interval.skipped(begin, end)) {
+      for (int64_t r = 0; r < key_chunk; ++r) {
+        std::memset(p_rows + r * stride, 0, L * sizeof(Element));
+        std::memset(ds_rows + r * stride, 0, L * sizeof(Element));
+      }
+      if (!Core::in_place) std::memset(ds_depth, 0, key_chunk * L * sizeof(Element));
+      return;
+    }
+    const bool capped = params.softcap > 0, masked = !interval.full(begin, end);
+    const float scale = params.scale == 0 ? 1.0f : std::fabs(params.scale), scale_log2 = capped ? 1.0f : scale * log2_of_e;
+    Core::template multiply<Update::store>(memory.scores, L, Core::rows_view(memory.k, n.depth).rows_from(chunk),
+                                           tile.q_lanes + panel * n.depth * L, L, key_chunk, n.depth);
+    Core::template multiply<Update::store>(memory.dp, L, Core::rows_view(memory.v, n.value_depth).rows_from(chunk),
+                                           tile.dout_lanes + panel * n.value_depth * L, L, key_chunk, n.value_depth);
+    if (capped) cap_scores(memory.scores, memory.slope, key_chunk * L, scale, params.softcap);
+    if (masked) mask_scores<L>(memory.scores, key_chunk, int32_t(begin), interval.lo, interval.hi);
+    const auto elementwise = capped   ? (masked ? score_gradients<Core, true, true> : score_gradients<Core, true, false>)
+                             : masked ? score_gradients<Core, false, true>
+                                      : score_gradients<Core, false, false>;
+    elementwise(memory.scores, memory.dp, memory.slope, key_chunk, scale_log2, params.scale, tile.lse_log2 + panel * L,
+                tile.delta + panel * L, p_rows, ds_rows, stride, ds_depth);
+  }
+
+  // Keys seen by a row with non-finite dout get those elements in dv, whatever the probability.
+  static __attribute__((noinline)) void add_bad_dout(const BackwardParams& params, HeadIndex head, const QueryTile& tile, int64_t first_key,
+                                                     int64_t begin, int64_t end, int64_t group, float* dv) {
+    const int64_t dim = params.shape.value_head_dim;
+    const Rows dout = Rows::of(params.dout, params.shape.dtype, head.batch, head.kv_head, group);
+    float row[256];
+    for (int64_t r = 0; r < tile.tokens * group; ++r) {
+      load_row(row, dout.row(tile.first_token * group + r), dim, dout.dtype);
+      for (int64_t d = 0; d < dim; ++d) {
+        if (finite_bits(row[d])) continue;
+        for (int64_t key = begin; key < end; ++key)
+          if (first_key + key >= tile.lo[r] && first_key + key < tile.hi[r]) dv[(d / L * backward_key_tile + key) * L + d % L] += row[d];
+      }
+    }
+  }
+
+  static void load_accumulator(float* to, const TensorView& from, HeadIndex head, int64_t first_key, int64_t count, int64_t dim) {
+    const Rows rows = Rows::of(from, DType::float32, head.batch, head.kv_head, 1);
+    for (int64_t r = 0; r < backward_key_tile; ++r)
+      for (int64_t d = 0; d < dim; d += L) {
+        float* at = to + (d / L * backward_key_tile + r) * L;
+        const int64_t width = dim - d < L ? dim - d : L;
+        std::memset(at, 0, L * sizeof(float));
+        if (r < count) std::memcpy(at, rows.row(first_key + r) + d * sizeof(float), width * sizeof(float));
+      }
+  }
+  static void store_accumulator(const TensorView& to, const float* from, HeadIndex head, int64_t first_key, int64_t count, int64_t dim) {
+    const Rows rows = Rows::of(to, DType::float32, head.batch, head.kv_head, 1);
+    for (int64_t r = 0; r < count; ++r)
+      for (int64_t d = 0; d < dim; d += L) {
+        const int64_t width = dim - d < L ? dim - d : L;
+        std::memcpy(const_cast<char*>(rows.row(first_key + r)) + d * sizeof(float), from + (d / L * backward_key_tile + r) * L,
+                    width * sizeof(float));
+      }
+  }
+
+  static void finish(const BackwardParams& params, HeadIndex head, int64_t index, std::byte* block) {
+    const AttentionShape& shape = params.shape;
+    const Sizes n(params);
+    const QueryTile& tile = HeadMemory(n, block).tiles[index];
+    const Rows dq = Rows::of(params.dq, shape.dtype, head.batch, head.kv_head, n.group);
+    float one[L];
+    for (int l = 0; l < L; ++l) one[l] = 1.0f;
+    const int64_t rows = tile.tokens * n.group;
+    for (int64_t panel = 0; panel < tile.panels; ++panel)
+      unpack_lanes<L>(dq, tile.first_token * n.group + panel * L, rows - panel * L < L ? rows - panel * L : L,
+                      tile.dq + panel * n.dim_rows * L, shape.head_dim, one);
+  }
+
+  static void sinks(const BackwardParams& params, HeadIndex head, std::byte* block, double* sums) {
+    const Sizes n(params);
+    const HeadMemory memory(n, block);
+    for (int64_t i = 0; i < n.tiles; ++i)
+      for (int64_t g = 0; g < n.group; ++g) sums[head.kv_head * n.group + g] += memory.tiles[i].dsinks[g];
+  }
 };
 
-}  // namespace
-}  // namespace tpk::cpu::TPK_NAMESPACE
+} // namespace
+} // namespace tpk::cpu::TPK_NAMESPACE

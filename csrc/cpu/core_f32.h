@@ -11,148 +11,159 @@
 namespace tpk::cpu::TPK_NAMESPACE {
 namespace {
 
-enum class Update { store, add, scale_add };  // C = X; C += X; C = C * alpha[lane] + X
+enum class Update { store, add, scale_add }; // C = X; C += X; C = C * alpha[lane] + X
 
 struct CoreF32 {
-    using Element = float;
-    static constexpr int lanes = 2 * vec_lanes;
-    static constexpr int row_unit = 8;    // rows of A come in blocks of 8
-    static constexpr int depth_unit = 1;  // depth needs no padding
-    static constexpr int exp_degree = 6;
-    static constexpr bool in_place = true;  // probabilities overwrite the scores; dS serves as A and as B
+  using Element = float;
+  static constexpr int lanes = 2 * vec_lanes;
+  static constexpr int row_unit = 8;   // rows of A come in blocks of 8
+  static constexpr int depth_unit = 1; // depth needs no padding
+  static constexpr int exp_degree = 6;
+  static constexpr bool in_place = true; // probabilities overwrite the scores; dS serves as A and as B
 
-    // Rows form: row-major, depth contiguous. Columns form: blocks of 8 rows, [depth][8]: a transpose that costs a plain copy.
-    struct View {
-        const float* data;
-        int64_t block_stride, row_stride;
-        bool columns;
+  // Rows form: row-major, depth contiguous. Columns form: blocks of 8 rows, [depth][8]: a transpose that costs a plain copy.
+  struct View {
+    const float* data;
+    int64_t block_stride, row_stride;
+    bool columns;
 
-        View rows_from(int64_t row) const { return {data + row / row_unit * block_stride, block_stride, row_stride, columns}; }
-        View depth_from(int64_t depth) const { return {data + depth * (columns ? row_unit : 1), block_stride, row_stride, columns}; }
-    };
-    static View rows_view(const float* data, int64_t stride) { return {data, row_unit * stride, stride, false}; }
-    static View columns_view(const float* data, int64_t depth) { return {data, row_unit * depth, 1, true}; }
+    View rows_from(int64_t row) const { return {data + row / row_unit * block_stride, block_stride, row_stride, columns}; }
+    View depth_from(int64_t depth) const { return {data + depth * (columns ? row_unit : 1), block_stride, row_stride, columns}; }
+  };
+  static View rows_view(const float* data, int64_t stride) { return {data, row_unit * stride, stride, false}; }
+  static View columns_view(const float* data, int64_t depth) { return {data, row_unit * depth, 1, true}; }
 
-    struct Session {};  // nothing to set up a task for
+  struct Session {}; // nothing to set up a task for
 
-    template <int Rows, int Vectors, bool Columns, Update update>
-    static TPK_INLINE void tile(float* c, int64_t c_stride, const float* a, int64_t a_stride, const float* b, int64_t b_stride,
-                                int64_t depth, const float* alpha) {
-        Vec acc[Rows][Vectors];
-        for (int r = 0; r < Rows; ++r)
-            for (int v = 0; v < Vectors; ++v) acc[r][v] = splat(0.0f);
-        const float* row[Rows];
-        for (int r = 0; r < Rows; ++r) row[r] = a + r * a_stride;
-        for (int64_t k = 0; k < depth; ++k) {
-            Vec bv[Vectors];
-            for (int v = 0; v < Vectors; ++v) {
-                bv[v] = load(b + v * vec_lanes);
-                pin(bv[v]);
-            }
-            for (int r = 0; r < Rows; ++r) {
-                const Vec av = splat(Columns ? a[k * row_unit + r] : row[r][k]);
-                for (int v = 0; v < Vectors; ++v) acc[r][v] = fma(av, bv[v], acc[r][v]);
-            }
-            b += b_stride;
+  template <int Rows, int Vectors, bool Columns, Update update>
+  static TPK_INLINE void tile(float* c, int64_t c_stride, const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth,
+                              const float* alpha) {
+    Vec acc[Rows][Vectors];
+    for (int r = 0; r < Rows; ++r)
+      for (int v = 0; v < Vectors; ++v) acc[r][v] = splat(0.0f);
+    const float* row[Rows];
+    for (int r = 0; r < Rows; ++r) row[r] = a + r * a_stride;
+    int64_t k = 0;
+#if TPK_LEVEL == TPK_LEVEL_BASELINE
+    // Without FMA every product is rounded too; summing four of them first keeps the error near that of the other levels.
+    for (; k + 4 <= depth; k += 4, b += 4 * b_stride)
+      for (int r = 0; r < Rows; ++r)
+        for (int v = 0; v < Vectors; ++v) {
+          Vec product[4];
+          for (int i = 0; i < 4; ++i)
+            product[i] = splat(Columns ? a[(k + i) * row_unit + r] : row[r][k + i]) * load(b + i * b_stride + v * vec_lanes);
+          acc[r][v] = acc[r][v] + ((product[0] + product[1]) + (product[2] + product[3]));
         }
-        for (int r = 0; r < Rows; ++r)
-            for (int v = 0; v < Vectors; ++v) {
-                float* to = c + r * c_stride + v * vec_lanes;
-                if constexpr (update == Update::store) store(to, acc[r][v]);
-                if constexpr (update == Update::add) store(to, load(to) + acc[r][v]);
-                if constexpr (update == Update::scale_add) store(to, fma(load(to), load(alpha + v * vec_lanes), acc[r][v]));
-            }
+#endif
+    for (; k < depth; ++k, b += b_stride) {
+      Vec bv[Vectors];
+      for (int v = 0; v < Vectors; ++v) {
+        bv[v] = load(b + v * vec_lanes);
+        pin(bv[v]);
+      }
+      for (int r = 0; r < Rows; ++r) {
+        const Vec av = splat(Columns ? a[k * row_unit + r] : row[r][k]);
+        for (int v = 0; v < Vectors; ++v) acc[r][v] = fma(av, bv[v], acc[r][v]);
+      }
     }
+    for (int r = 0; r < Rows; ++r)
+      for (int v = 0; v < Vectors; ++v) {
+        float* to = c + r * c_stride + v * vec_lanes;
+        if constexpr (update == Update::store) store(to, acc[r][v]);
+        if constexpr (update == Update::add) store(to, load(to) + acc[r][v]);
+        if constexpr (update == Update::scale_add) store(to, fma(load(to), load(alpha + v * vec_lanes), acc[r][v]));
+      }
+  }
 
-    template <Update update, bool Columns, int Vectors>
-    static __attribute__((noinline)) void multiply_blocks(float* c, int64_t c_stride, const View& a, const float* b, int64_t b_stride,
-                                                          int64_t rows, int64_t depth, const float* alpha) {
-        constexpr int step = TPK_LEVEL >= TPK_LEVEL_AVX512 ? 8 : 4;
-        for (int64_t block = 0; block * row_unit < rows; ++block)
-            for (int part = 0; part < row_unit; part += step)
-                tile<step, Vectors, Columns, update>(c + (block * row_unit + part) * c_stride, c_stride,
-                                                     a.data + block * a.block_stride + part * (Columns ? 1 : a.row_stride),
-                                                     a.row_stride, b, b_stride, depth, alpha);
-    }
+  template <Update update, bool Columns, int Vectors>
+  static __attribute__((noinline)) void multiply_blocks(float* c, int64_t c_stride, const View& a, const float* b, int64_t b_stride,
+                                                        int64_t rows, int64_t depth, const float* alpha) {
+    constexpr int step = TPK_LEVEL >= TPK_LEVEL_AVX512 ? 8 : 4;
+    for (int64_t block = 0; block * row_unit < rows; ++block)
+      for (int part = 0; part < row_unit; part += step)
+        tile<step, Vectors, Columns, update>(c + (block * row_unit + part) * c_stride, c_stride,
+                                             a.data + block * a.block_stride + part * (Columns ? 1 : a.row_stride), a.row_stride, b,
+                                             b_stride, depth, alpha);
+  }
 
-    // One panel of C; `used` lanes of it matter (a panel of at most one vector skips the second).
-    template <Update update>
-    static void multiply(float* c, int64_t c_stride, const View& a, const float* b, int64_t b_stride, int64_t rows, int64_t depth,
-                         int64_t used = lanes, const float* alpha = nullptr) {
-        if (a.columns) {
-            if (used > vec_lanes) return multiply_blocks<update, true, 2>(c, c_stride, a, b, b_stride, rows, depth, alpha);
-            return multiply_blocks<update, true, 1>(c, c_stride, a, b, b_stride, rows, depth, alpha);
-        }
-        if (used > vec_lanes) return multiply_blocks<update, false, 2>(c, c_stride, a, b, b_stride, rows, depth, alpha);
-        return multiply_blocks<update, false, 1>(c, c_stride, a, b, b_stride, rows, depth, alpha);
+  // One panel of C; `used` lanes of it matter (a panel of at most one vector skips the second).
+  template <Update update>
+  static void multiply(float* c, int64_t c_stride, const View& a, const float* b, int64_t b_stride, int64_t rows, int64_t depth,
+                       int64_t used = lanes, const float* alpha = nullptr) {
+    if (a.columns) {
+      if (used > vec_lanes) return multiply_blocks<update, true, 2>(c, c_stride, a, b, b_stride, rows, depth, alpha);
+      return multiply_blocks<update, true, 1>(c, c_stride, a, b, b_stride, rows, depth, alpha);
     }
+    if (used > vec_lanes) return multiply_blocks<update, false, 2>(c, c_stride, a, b, b_stride, rows, depth, alpha);
+    return multiply_blocks<update, false, 1>(c, c_stride, a, b, b_stride, rows, depth, alpha);
+  }
 
-    // ---- packing; `count` rows exist, rows up to `padded` become 0 ------------------------------------------------------------------
+  // ---- packing; `count` rows exist, rows up to `padded` become 0 ------------------------------------------------------------------
 
-    // A, rows form: to[padded][round_up(dim, depth_unit)].
-    static void pack_rows(float* to, const Rows& from, int64_t first, int64_t count, int64_t padded, int64_t dim) {
-        for (int64_t r = 0; r < count; ++r) load_row(to + r * dim, from.row(first + r), dim, from.dtype);
-        std::memset(to + count * dim, 0, (padded - count) * dim * sizeof(float));
+  // A, rows form: to[padded][round_up(dim, depth_unit)].
+  static void pack_rows(float* to, const Rows& from, int64_t first, int64_t count, int64_t padded, int64_t dim) {
+    for (int64_t r = 0; r < count; ++r) load_row(to + r * dim, from.row(first + r), dim, from.dtype);
+    std::memset(to + count * dim, 0, (padded - count) * dim * sizeof(float));
+  }
+  // A, columns form: the transpose of the rows, to[round_up(dim, 8) / 8][padded][8]. Non-finite elements become 0; true if any.
+  static bool pack_columns(float* to, const Rows& from, int64_t first, int64_t count, int64_t padded, int64_t dim) {
+    float row[round_up(256, row_unit)] = {};
+    bool bad = false;
+    const int64_t blocks = round_up(dim, row_unit) / row_unit;
+    for (int64_t r = 0; r < padded; ++r) {
+      if (r < count) {
+        load_row(row, from.row(first + r), dim, from.dtype);
+        bad |= clean_row(row, dim);
+      } else if (r == count) {
+        std::memset(row, 0, sizeof row);
+      }
+      for (int64_t b = 0; b < blocks; ++b) std::memcpy(to + (b * padded + r) * row_unit, row + b * row_unit, row_unit * sizeof(float));
     }
-    // A, columns form: the transpose of the rows, to[round_up(dim, 8) / 8][padded][8]. Non-finite elements become 0; true if any.
-    static bool pack_columns(float* to, const Rows& from, int64_t first, int64_t count, int64_t padded, int64_t dim) {
-        float row[round_up(256, row_unit)] = {};
-        bool bad = false;
-        const int64_t blocks = round_up(dim, row_unit) / row_unit;
-        for (int64_t r = 0; r < padded; ++r) {
-            if (r < count) {
-                load_row(row, from.row(first + r), dim, from.dtype);
-                bad |= clean_row(row, dim);
-            } else if (r == count) {
-                std::memset(row, 0, sizeof row);
-            }
-            for (int64_t b = 0; b < blocks; ++b) std::memcpy(to + (b * padded + r) * row_unit, row + b * row_unit, row_unit * sizeof(float));
-        }
-        return bad;
+    return bad;
+  }
+  // B with rows as lanes, one panel: to[dim][lanes], times sign (-1, 0 or 1).
+  static void pack_lanes(float* to, const Rows& from, int64_t first, int64_t count, int64_t dim, float sign) {
+    float row[256];
+    for (int64_t r = 0; r < lanes; ++r) {
+      if (r < count)
+        load_row(row, from.row(first + r), dim, from.dtype);
+      else if (r == count)
+        std::memset(row, 0, sizeof row);
+      for (int64_t d = 0; d < dim; ++d) to[d * lanes + r] = sign == 0.0f ? 0.0f : sign * row[d];
     }
-    // B with rows as lanes, one panel: to[dim][lanes], times sign (-1, 0 or 1).
-    static void pack_lanes(float* to, const Rows& from, int64_t first, int64_t count, int64_t dim, float sign) {
-        float row[256];
-        for (int64_t r = 0; r < lanes; ++r) {
-            if (r < count)
-                load_row(row, from.row(first + r), dim, from.dtype);
-            else if (r == count)
-                std::memset(row, 0, sizeof row);
-            for (int64_t d = 0; d < dim; ++d) to[d * lanes + r] = sign == 0.0f ? 0.0f : sign * row[d];
-        }
+  }
+  // B with rows as depth: to[round_up(dim, lanes) / lanes][padded][lanes]. Non-finite elements become 0; true if any.
+  static bool pack_depth(float* to, const Rows& from, int64_t first, int64_t count, int64_t padded, int64_t dim) {
+    float row[round_up(256, lanes)] = {};
+    bool bad = false;
+    const int64_t panels = round_up(dim, lanes) / lanes;
+    for (int64_t r = 0; r < padded; ++r) {
+      if (r < count) {
+        load_row(row, from.row(first + r), dim, from.dtype);
+        bad |= clean_row(row, dim);
+      } else if (r == count) {
+        std::memset(row, 0, sizeof row);
+      }
+      for (int64_t p = 0; p < panels; ++p) std::memcpy(to + (p * padded + r) * lanes, row + p * lanes, lanes * sizeof(float));
     }
-    // B with rows as depth: to[round_up(dim, lanes) / lanes][padded][lanes]. Non-finite elements become 0; true if any.
-    static bool pack_depth(float* to, const Rows& from, int64_t first, int64_t count, int64_t padded, int64_t dim) {
-        float row[round_up(256, lanes)] = {};
-        bool bad = false;
-        const int64_t panels = round_up(dim, lanes) / lanes;
-        for (int64_t r = 0; r < padded; ++r) {
-            if (r < count) {
-                load_row(row, from.row(first + r), dim, from.dtype);
-                bad |= clean_row(row, dim);
-            } else if (r == count) {
-                std::memset(row, 0, sizeof row);
-            }
-            for (int64_t p = 0; p < panels; ++p) std::memcpy(to + (p * padded + r) * lanes, row + p * lanes, lanes * sizeof(float));
-        }
-        return bad;
-    }
+    return bad;
+  }
 
-    // ---- what the softmax writes ------------------------------------------------------------------------------------------------------
+  // ---- what the softmax writes ------------------------------------------------------------------------------------------------------
 
-    // Probabilities of key rows (row, row + 1), lanes of vector v, as B of P V (depth = keys), one panel [keys][lanes].
-    static TPK_INLINE void emit_depth_pair(float* to, int64_t row, int v, Vec first, Vec second) {
-        store(to + row * lanes + v * vec_lanes, first);
-        store(to + (row + 1) * lanes + v * vec_lanes, second);
+  // Probabilities of key rows (row, row + 1), lanes of vector v, as B of P V (depth = keys), one panel [keys][lanes].
+  static TPK_INLINE void emit_depth_pair(float* to, int64_t row, int v, Vec first, Vec second) {
+    store(to + row * lanes + v * vec_lanes, first);
+    store(to + (row + 1) * lanes + v * vec_lanes, second);
+  }
+  // Two key rows, both vectors, as A (rows form with the given stride).
+  static TPK_INLINE void emit_rows_pair(float* to, int64_t stride, const Vec (&first)[2], const Vec (&second)[2]) {
+    for (int v = 0; v < 2; ++v) {
+      store(to + v * vec_lanes, first[v]);
+      store(to + stride + v * vec_lanes, second[v]);
     }
-    // Two key rows, both vectors, as A (rows form with the given stride).
-    static TPK_INLINE void emit_rows_pair(float* to, int64_t stride, const Vec (&first)[2], const Vec (&second)[2]) {
-        for (int v = 0; v < 2; ++v) {
-            store(to + v * vec_lanes, first[v]);
-            store(to + stride + v * vec_lanes, second[v]);
-        }
-    }
+  }
 };
 
-}  // namespace
-}  // namespace tpk::cpu::TPK_NAMESPACE
+} // namespace
+} // namespace tpk::cpu::TPK_NAMESPACE

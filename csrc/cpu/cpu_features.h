@@ -19,4 +19,4 @@ IsaLevel isa_level_by_name(const std::string& name);
 IsaLevel chosen_isa_level();
 const Kernels& kernels_of(IsaLevel level, DType dtype);
 
-}  // namespace tpk::cpu
+} // namespace tpk::cpu

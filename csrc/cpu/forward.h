@@ -12,154 +12,153 @@
 namespace tpk::cpu::TPK_NAMESPACE {
 namespace {
 
-template <class Core>
-struct Forward {
-    using Element = typename Core::Element;
-    static constexpr int L = Core::lanes;
+template <class Core> struct Forward {
+  using Element = typename Core::Element;
+  static constexpr int L = Core::lanes;
 
-    struct Memory {
-        int64_t rows, panels, depth, value_rows;
-        Element *q, *k, *v, *p;
-        float *o, *maximum_, *sum, *scores, *alpha;
-        int32_t *lo, *hi;
-        PanelIntervals* intervals;
-        int64_t bytes;
+  struct Memory {
+    int64_t rows, panels, depth, value_rows;
+    Element *q, *k, *v, *p;
+    float *o, *maximum_, *sum, *scores, *alpha;
+    int32_t *lo, *hi;
+    PanelIntervals* intervals;
+    int64_t bytes;
 
-        Memory(const ForwardParams& params, int64_t tokens, std::byte* block) {
-            const AttentionShape& s = params.shape;
-            rows = tokens * s.group();
-            panels = round_up(rows, L) / L;
-            depth = round_up(s.head_dim, Core::depth_unit);
-            value_rows = round_up(s.value_head_dim, Core::row_unit);
-            Arena arena{block};
-            q = arena.take<Element>(panels * depth * L);
-            k = arena.take<Element>(forward_key_tile * depth);
-            v = arena.take<Element>(forward_key_tile * value_rows);
-            scores = arena.take<float>(forward_key_tile * L);
-            p = Core::in_place ? reinterpret_cast<Element*>(scores) : arena.take<Element>(forward_key_tile * L);
-            o = arena.take<float>(panels * value_rows * L);
-            maximum_ = arena.take<float>(panels * L);
-            sum = arena.take<float>(panels * L);
-            alpha = arena.take<float>(L);
-            lo = arena.take<int32_t>(panels * L);
-            hi = arena.take<int32_t>(panels * L);
-            intervals = arena.take<PanelIntervals>(panels);
-            bytes = arena.bytes;
-        }
-    };
-
-    static int64_t bytes(const ForwardParams& params, int64_t tokens) { return Memory(params, tokens, nullptr).bytes; }
-
-    static void run(const ForwardParams& params, HeadIndex head, int64_t first_token, int64_t end_token, std::byte* block) {
-        const AttentionShape& shape = params.shape;
-        Memory memory(params, end_token - first_token, block);
-        const int64_t group = shape.group();
-        const Rows q = Rows::of(params.q, shape.dtype, head.batch, head.kv_head, group);
-        const Rows k = Rows::of(params.k, shape.dtype, head.batch, head.kv_head, 1);
-        const Rows v = Rows::of(params.v, shape.dtype, head.batch, head.kv_head, 1);
-        // The sign of the scale goes into q (exactly), so that a maximum of scores stays a maximum; scale 0 makes q 0.
-        const float sign = params.scale > 0 ? 1.0f : params.scale < 0 ? -1.0f : 0.0f;
-        const float scale = params.scale == 0 ? 1.0f : std::fabs(params.scale);
-        const bool capped = params.softcap > 0;
-        const float scale_log2 = capped ? 1.0f : scale * log2_of_e;
-        [[maybe_unused]] typename Core::Session session;
-
-        int64_t first_key = shape.keys, end_key = 0;
-        for (int64_t panel = 0; panel < memory.panels; ++panel) {
-            const int64_t row = panel * L, count = memory.rows - row < L ? memory.rows - row : L;
-            Core::pack_lanes(memory.q + panel * memory.depth * L, q, first_token * group + row, count, shape.head_dim, sign);
-            const PanelIntervals& interval = memory.intervals[panel] =
-                panel_intervals(params.mask, head.batch, group, first_token, row, count, L, memory.lo + row, memory.hi + row);
-            if (interval.empty) continue;
-            if (interval.corners.first.lo < first_key) first_key = interval.corners.first.lo;
-            if (interval.corners.last.hi > end_key) end_key = interval.corners.last.hi;
-        }
-        std::memset(memory.o, 0, memory.panels * memory.value_rows * L * sizeof(float));
-        std::memset(memory.sum, 0, memory.panels * L * sizeof(float));
-        for (int64_t i = 0; i < memory.panels * L; ++i) memory.maximum_[i] = minus_infinity;
-
-        const auto k_view = Core::rows_view(memory.k, memory.depth);
-        const auto v_view = Core::columns_view(memory.v, forward_key_tile);
-        for (int64_t tile = first_key / forward_key_tile * forward_key_tile; tile < end_key; tile += forward_key_tile) {
-            const int64_t count = shape.keys - tile < forward_key_tile ? shape.keys - tile : forward_key_tile;
-            Core::pack_rows(memory.k, k, tile, count, forward_key_tile, shape.head_dim);
-            const bool bad = Core::pack_columns(memory.v, v, tile, count, forward_key_tile, shape.value_head_dim);
-            for (int64_t panel = 0; panel < memory.panels; ++panel) {
-                const PanelIntervals& interval = memory.intervals[panel];
-                if (interval.skipped(tile, tile + forward_key_tile)) continue;
-                const int64_t lowest = interval.corners.first.lo - tile, highest = interval.corners.last.hi - tile;
-                const int64_t begin = lowest > 0 ? lowest / key_chunk * key_chunk : 0;
-                const int64_t end = highest < forward_key_tile ? round_up(highest, key_chunk) : forward_key_tile;
-                float* scores = memory.scores + begin * L;
-                Core::template multiply<Update::store>(scores, L, k_view.rows_from(begin), memory.q + panel * memory.depth * L, L,
-                                                       end - begin, memory.depth);
-                if (capped) cap_scores(scores, nullptr, (end - begin) * L, scale, params.softcap);
-                for (int64_t chunk = begin; chunk < end; chunk += key_chunk)
-                    if (!interval.full(tile + chunk, tile + chunk + key_chunk))
-                        mask_scores<L>(memory.scores + chunk * L, key_chunk, int32_t(tile + chunk), interval.lo, interval.hi);
-                Element* p = memory.p + begin * L;
-                const bool rescale = online_softmax<Core>(scores, p, end - begin, scale_log2, memory.maximum_ + panel * L,
-                                                          memory.sum + panel * L, memory.alpha);
-                float* o = memory.o + panel * memory.value_rows * L;
-                const auto columns = v_view.depth_from(begin);
-                if (rescale)
-                    Core::template multiply<Update::scale_add>(o, L, columns, p, L, memory.value_rows, end - begin, L, memory.alpha);
-                else
-                    Core::template multiply<Update::add>(o, L, columns, p, L, memory.value_rows, end - begin);
-                if (bad) add_bad_values(o, v, interval, tile, count, shape.value_head_dim);
-            }
-        }
-        for (int64_t panel = 0; panel < memory.panels; ++panel) finish(params, head, first_token, panel, memory);
+    Memory(const ForwardParams& params, int64_t tokens, std::byte* block) {
+      const AttentionShape& s = params.shape;
+      rows = tokens * s.group();
+      panels = round_up(rows, L) / L;
+      depth = round_up(s.head_dim, Core::depth_unit);
+      value_rows = round_up(s.value_head_dim, Core::row_unit);
+      Arena arena{block};
+      q = arena.take<Element>(panels * depth * L);
+      k = arena.take<Element>(forward_key_tile * depth);
+      v = arena.take<Element>(forward_key_tile * value_rows);
+      scores = arena.take<float>(forward_key_tile * L);
+      p = Core::in_place ? reinterpret_cast<Element*>(scores) : arena.take<Element>(forward_key_tile * L);
+      o = arena.take<float>(panels * value_rows * L);
+      maximum_ = arena.take<float>(panels * L);
+      sum = arena.take<float>(panels * L);
+      alpha = arena.take<float>(L);
+      lo = arena.take<int32_t>(panels * L);
+      hi = arena.take<int32_t>(panels * L);
+      intervals = arena.take<PanelIntervals>(panels);
+      bytes = arena.bytes;
     }
+  };
 
-    // Rows that see a key with a non-finite value get that value, whatever its probability.
-    static __attribute__((noinline)) void add_bad_values(float* o, const Rows& v, const PanelIntervals& interval, int64_t tile,
-                                                         int64_t count, int64_t dim) {
-        float row[256];
-        for (int64_t key = tile; key < tile + count; ++key) {
-            load_row(row, v.row(key), dim, v.dtype);
-            for (int64_t d = 0; d < dim; ++d) {
-                if (finite_bits(row[d])) continue;
-                for (int l = 0; l < L; ++l)
-                    if (key >= interval.lo[l] && key < interval.hi[l]) o[d * L + l] += row[d];
-            }
-        }
-    }
+  static int64_t bytes(const ForwardParams& params, int64_t tokens) { return Memory(params, tokens, nullptr).bytes; }
 
-    static void finish(const ForwardParams& params, HeadIndex head, int64_t first_token, int64_t panel, const Memory& memory) {
-        const AttentionShape& shape = params.shape;
-        const int64_t group = shape.group();
-        const Rows out = Rows::of(params.out, shape.dtype, head.batch, head.kv_head, group);
-        const float* o = memory.o + panel * memory.value_rows * L;
-        float inverse[L];
-        const int64_t rows = memory.rows - panel * L < L ? memory.rows - panel * L : L;
-        for (int64_t r = 0; r < L; ++r) {
-            inverse[r] = 0.0f;
-            if (r >= rows) continue;
-            const int64_t row = panel * L + r, token = first_token + row / group, query_head = head.kv_head * group + row % group;
-            float* lse = params.lse + (head.batch * shape.query_heads + query_head) * shape.tokens + token;
-            const bool sees = memory.hi[row] > memory.lo[row];
-            const float top = memory.maximum_[row], sum = memory.sum[row];
-            if (params.sinks != nullptr) {
-                const double sink = params.sinks[query_head];
-                if (!sees) {
-                    *lse = float(sink);
-                    continue;
-                }
-                const double own = double(top) * 0.69314718055994530942, reference = own > sink ? own : sink;
-                const double weight = std::exp(own - reference), total = sum * weight + std::exp(sink - reference);
-                *lse = float(reference + std::log(total));
-                inverse[r] = float(weight / total);
-            } else if (!sees) {
-                *lse = minus_infinity;
-            } else {
-                *lse = float(double(top) * 0.69314718055994530942 + double(std::log(sum)));
-                inverse[r] = 1.0f / sum;
-            }
-        }
-        unpack_lanes<L>(out, first_token * group + panel * L, rows, o, shape.value_head_dim, inverse);
+  static void run(const ForwardParams& params, HeadIndex head, int64_t first_token, int64_t end_token, std::byte* block) {
+    const AttentionShape& shape = params.shape;
+    Memory memory(params, end_token - first_token, block);
+    const int64_t group = shape.group();
+    const Rows q = Rows::of(params.q, shape.dtype, head.batch, head.kv_head, group);
+    const Rows k = Rows::of(params.k, shape.dtype, head.batch, head.kv_head, 1);
+    const Rows v = Rows::of(params.v, shape.dtype, head.batch, head.kv_head, 1);
+    // The sign of the scale goes into q (exactly), so that a maximum of scores stays a maximum; scale 0 makes q 0.
+    const float sign = params.scale > 0 ? 1.0f : params.scale < 0 ? -1.0f : 0.0f;
+    const float scale = params.scale == 0 ? 1.0f : std::fabs(params.scale);
+    const bool capped = params.softcap > 0;
+    const float scale_log2 = capped ? 1.0f : scale * log2_of_e;
+    [[maybe_unused]] typename Core::Session session;
+
+    int64_t first_key = shape.keys, end_key = 0;
+    for (int64_t panel = 0; panel < memory.panels; ++panel) {
+      const int64_t row = panel * L, count = memory.rows - row < L ? memory.rows - row : L;
+      Core::pack_lanes(memory.q + panel * memory.depth * L, q, first_token * group + row, count, shape.head_dim, sign);
+      const PanelIntervals& interval = memory.intervals[panel] =
+          panel_intervals(params.mask, head.batch, group, first_token, row, count, L, memory.lo + row, memory.hi + row);
+      if (interval.empty) continue;
+      if (interval.corners.first.lo < first_key) first_key = interval.corners.first.lo;
+      if (interval.corners.last.hi > end_key) end_key = interval.corners.last.hi;
     }
+    std::memset(memory.o, 0, memory.panels * memory.value_rows * L * sizeof(float));
+    std::memset(memory.sum, 0, memory.panels * L * sizeof(float));
+    for (int64_t i = 0; i < memory.panels * L; ++i) memory.maximum_[i] = minus_infinity;
+
+    const auto k_view = Core::rows_view(memory.k, memory.depth);
+    const auto v_view = Core::columns_view(memory.v, forward_key_tile);
+    for (int64_t tile = first_key / forward_key_tile * forward_key_tile; tile < end_key; tile += forward_key_tile) {
+      const int64_t count = shape.keys - tile < forward_key_tile ? shape.keys - tile : forward_key_tile;
+      Core::pack_rows(memory.k, k, tile, count, forward_key_tile, shape.head_dim);
+      const bool bad = Core::pack_columns(memory.v, v, tile, count, forward_key_tile, shape.value_head_dim);
+      for (int64_t panel = 0; panel < memory.panels; ++panel) {
+        const PanelIntervals& interval = memory.intervals[panel];
+        if (interval.skipped(tile, tile + forward_key_tile)) continue;
+        const int64_t lowest = interval.corners.first.lo - tile, highest = interval.corners.last.hi - tile;
+        const int64_t begin = lowest > 0 ? lowest / key_chunk * key_chunk : 0;
+        const int64_t end = highest < forward_key_tile ? round_up(highest, key_chunk) : forward_key_tile;
+        float* scores = memory.scores + begin * L;
+        Core::template multiply<Update::store>(scores, L, k_view.rows_from(begin), memory.q + panel * memory.depth * L, L, end - begin,
+                                               memory.depth);
+        if (capped) cap_scores(scores, nullptr, (end - begin) * L, scale, params.softcap);
+        for (int64_t chunk = begin; chunk < end; chunk += key_chunk)
+          if (!interval.full(tile + chunk, tile + chunk + key_chunk))
+            mask_scores<L>(memory.scores + chunk * L, key_chunk, int32_t(tile + chunk), interval.lo, interval.hi);
+        Element* p = memory.p + begin * L;
+        const bool rescale =
+            online_softmax<Core>(scores, p, end - begin, scale_log2, memory.maximum_ + panel * L, memory.sum + panel * L, memory.alpha);
+        float* o = memory.o + panel * memory.value_rows * L;
+        const auto columns = v_view.depth_from(begin);
+        if (rescale)
+          Core::template multiply<Update::scale_add>(o, L, columns, p, L, memory.value_rows, end - begin, L, memory.alpha);
+        else
+          Core::template multiply<Update::add>(o, L, columns, p, L, memory.value_rows, end - begin);
+        if (bad) add_bad_values(o, v, interval, tile, count, shape.value_head_dim);
+      }
+    }
+    for (int64_t panel = 0; panel < memory.panels; ++panel) finish(params, head, first_token, panel, memory);
+  }
+
+  // Rows that see a key with a non-finite value get that value, whatever its probability.
+  static __attribute__((noinline)) void add_bad_values(float* o, const Rows& v, const PanelIntervals& interval, int64_t tile, int64_t count,
+                                                       int64_t dim) {
+    float row[256];
+    for (int64_t key = tile; key < tile + count; ++key) {
+      load_row(row, v.row(key), dim, v.dtype);
+      for (int64_t d = 0; d < dim; ++d) {
+        if (finite_bits(row[d])) continue;
+        for (int l = 0; l < L; ++l)
+          if (key >= interval.lo[l] && key < interval.hi[l]) o[d * L + l] += row[d];
+      }
+    }
+  }
+
+  static void finish(const ForwardParams& params, HeadIndex head, int64_t first_token, int64_t panel, const Memory& memory) {
+    const AttentionShape& shape = params.shape;
+    const int64_t group = shape.group();
+    const Rows out = Rows::of(params.out, shape.dtype, head.batch, head.kv_head, group);
+    const float* o = memory.o + panel * memory.value_rows * L;
+    float inverse[L];
+    const int64_t rows = memory.rows - panel * L < L ? memory.rows - panel * L : L;
+    for (int64_t r = 0; r < L; ++r) {
+      inverse[r] = 0.0f;
+      if (r >= rows) continue;
+      const int64_t row = panel * L + r, token = first_token + row / group, query_head = head.kv_head * group + row % group;
+      float* lse = params.lse + (head.batch * shape.query_heads + query_head) * shape.tokens + token;
+      const bool sees = memory.hi[row] > memory.lo[row];
+      const float top = memory.maximum_[row], sum = memory.sum[row];
+      if (params.sinks != nullptr) {
+        const double sink = params.sinks[query_head];
+        if (!sees) {
+          *lse = float(sink);
+          continue;
+        }
+        const double own = double(top) * 0.69314718055994530942, reference = own > sink ? own : sink;
+        const double weight = std::exp(own - reference), total = sum * weight + std::exp(sink - reference);
+        *lse = float(reference + std::log(total));
+        inverse[r] = float(weight / total);
+      } else if (!sees) {
+        *lse = minus_infinity;
+      } else {
+        *lse = float(double(top) * 0.69314718055994530942 + double(std::log(sum)));
+        inverse[r] = 1.0f / sum;
+      }
+    }
+    unpack_lanes<L>(out, first_token * group + panel * L, rows, o, shape.value_head_dim, inverse);
+  }
 };
 
-}  // namespace
-}  // namespace tpk::cpu::TPK_NAMESPACE
+} // namespace
+} // namespace tpk::cpu::TPK_NAMESPACE

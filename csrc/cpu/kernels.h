@@ -11,20 +11,20 @@
 namespace tpk::cpu {
 
 struct HeadIndex {
-    int64_t batch, kv_head;
+  int64_t batch, kv_head;
 };
 
 struct Kernels {
-    int64_t (*forward_bytes)(const ForwardParams&, int64_t tokens);
-    void (*forward)(const ForwardParams&, HeadIndex, int64_t first_token, int64_t end_token, std::byte* memory);
+  int64_t (*forward_bytes)(const ForwardParams&, int64_t tokens);
+  void (*forward)(const ForwardParams&, HeadIndex, int64_t first_token, int64_t end_token, std::byte* memory);
 
-    int64_t (*backward_head_bytes)(const BackwardParams&);
-    int64_t (*backward_thread_bytes)(const BackwardParams&);
-    void (*backward_prepare)(const BackwardParams&, HeadIndex, int64_t query_tile, std::byte* head_memory);
-    void (*backward_keys)(const BackwardParams&, HeadIndex, int64_t key_tile, std::byte* head_memory, std::byte* thread_memory);
-    void (*backward_finish)(const BackwardParams&, HeadIndex, int64_t query_tile, std::byte* head_memory);
-    // Adds the head's sink gradients to sums[Hq], query tiles in order.
-    void (*backward_sinks)(const BackwardParams&, HeadIndex, std::byte* head_memory, double* sums);
+  int64_t (*backward_head_bytes)(const BackwardParams&);
+  int64_t (*backward_thread_bytes)(const BackwardParams&);
+  void (*backward_prepare)(const BackwardParams&, HeadIndex, int64_t query_tile, std::byte* head_memory);
+  void (*backward_keys)(const BackwardParams&, HeadIndex, int64_t key_tile, std::byte* head_memory, std::byte* thread_memory);
+  void (*backward_finish)(const BackwardParams&, HeadIndex, int64_t query_tile, std::byte* head_memory);
+  // Adds the head's sink gradients to sums[Hq], query tiles in order.
+  void (*backward_sinks)(const BackwardParams&, HeadIndex, std::byte* head_memory, double* sums);
 };
 
 // One turn of a spin loop; gives the core away once in a while.
@@ -34,7 +34,7 @@ void relax_or_yield(int64_t spins);
 const Kernels* kernels_baseline(DType);
 const Kernels* kernels_avx2(DType);
 const Kernels* kernels_avx512(DType);
-const Kernels* kernels_avx512_bf16(DType);  // bfloat16 only; the rest is avx512's
+const Kernels* kernels_avx512_bf16(DType); // bfloat16 only; the rest is avx512's
 const Kernels* kernels_amx_bf16(DType);
 
-}  // namespace tpk::cpu
+} // namespace tpk::cpu

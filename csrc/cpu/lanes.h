@@ -10,45 +10,44 @@ namespace tpk::cpu::TPK_NAMESPACE {
 namespace {
 
 struct PanelIntervals {
-    const int32_t *lo = nullptr, *hi = nullptr;  // per lane
-    IntervalCorners corners;
-    bool empty = true;  // no row sees any key
+  const int32_t *lo = nullptr, *hi = nullptr; // per lane
+  IntervalCorners corners;
+  bool empty = true; // no row sees any key
 
-    bool skipped(int64_t begin, int64_t end) const { return empty || corners.skipped(begin, end); }
-    bool full(int64_t begin, int64_t end) const { return corners.full(begin, end); }
+  bool skipped(int64_t begin, int64_t end) const { return empty || corners.skipped(begin, end); }
+  bool full(int64_t begin, int64_t end) const { return corners.full(begin, end); }
 };
 
 // Row r of the task is token first_token + r / group.
 inline PanelIntervals panel_intervals(const MaskIntervals& mask, int64_t batch, int64_t group, int64_t first_token, int64_t first_row,
                                       int64_t rows, int lanes, int32_t* lo, int32_t* hi) {
-    PanelIntervals panel{lo, hi, {}, true};
-    for (int64_t r = 0; r < lanes; ++r) {
-        KeyInterval interval{0, 0};
-        if (r < rows) {
-            interval = mask.of(batch, first_token + (first_row + r) / group);
-            if (interval.hi <= interval.lo) interval = {interval.lo, interval.lo};
-            if (r == 0) panel.corners.first = interval;
-            if (interval.lo < panel.corners.first.lo) panel.corners.first.lo = interval.lo;
-            if (interval.hi < panel.corners.first.hi) panel.corners.first.hi = interval.hi;
-            if (r == 0 || interval.lo > panel.corners.last.lo) panel.corners.last.lo = interval.lo;
-            if (r == 0 || interval.hi > panel.corners.last.hi) panel.corners.last.hi = interval.hi;
-            if (interval.hi > interval.lo) panel.empty = false;
-        }
-        lo[r] = int32_t(interval.lo);
-        hi[r] = int32_t(interval.hi);
+  PanelIntervals panel{lo, hi, {}, true};
+  for (int64_t r = 0; r < lanes; ++r) {
+    KeyInterval interval{0, 0};
+    if (r < rows) {
+      interval = mask.of(batch, first_token + (first_row + r) / group);
+      if (interval.hi <= interval.lo) interval = {interval.lo, interval.lo};
+      if (r == 0) panel.corners.first = interval;
+      if (interval.lo < panel.corners.first.lo) panel.corners.first.lo = interval.lo;
+      if (interval.hi < panel.corners.first.hi) panel.corners.first.hi = interval.hi;
+      if (r == 0 || interval.lo > panel.corners.last.lo) panel.corners.last.lo = interval.lo;
+      if (r == 0 || interval.hi > panel.corners.last.hi) panel.corners.last.hi = interval.hi;
+      if (interval.hi > interval.lo) panel.empty = false;
     }
-    return panel;
+    lo[r] = int32_t(interval.lo);
+    hi[r] = int32_t(interval.hi);
+  }
+  return panel;
 }
 
 // Rows of `to` from a panel [dim][lanes], each lane times its factor.
-template <int Lanes>
-void unpack_lanes(const Rows& to, int64_t first, int64_t count, const float* panel, int64_t dim, const float* factor) {
-    float row[256];
-    for (int64_t r = 0; r < count; ++r) {
-        for (int64_t d = 0; d < dim; ++d) row[d] = panel[d * Lanes + r] * factor[r];
-        store_row(const_cast<char*>(to.row(first + r)), row, dim, to.dtype);
-    }
+template <int Lanes> void unpack_lanes(const Rows& to, int64_t first, int64_t count, const float* panel, int64_t dim, const float* factor) {
+  float row[256];
+  for (int64_t r = 0; r < count; ++r) {
+    for (int64_t d = 0; d < dim; ++d) row[d] = panel[d * Lanes + r] * factor[r];
+    store_row(const_cast<char*>(to.row(first + r)), row, dim, to.dtype);
+  }
 }
 
-}  // namespace
-}  // namespace tpk::cpu::TPK_NAMESPACE
+} // namespace
+} // namespace tpk::cpu::TPK_NAMESPACE

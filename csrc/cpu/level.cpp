@@ -44,18 +44,18 @@ using LevelCore = CoreF32;
 #endif
 
 constexpr Kernels table{
-    Forward<LevelCore>::bytes,         Forward<LevelCore>::run,     Backward<LevelCore>::head_bytes, Backward<LevelCore>::thread_bytes,
-    Backward<LevelCore>::prepare,      Backward<LevelCore>::keys,   Backward<LevelCore>::finish,     Backward<LevelCore>::sinks,
+    Forward<LevelCore>::bytes,    Forward<LevelCore>::run,   Backward<LevelCore>::head_bytes, Backward<LevelCore>::thread_bytes,
+    Backward<LevelCore>::prepare, Backward<LevelCore>::keys, Backward<LevelCore>::finish,     Backward<LevelCore>::sinks,
 };
 
-}  // namespace
-}  // namespace TPK_NAMESPACE
+} // namespace
+} // namespace TPK_NAMESPACE
 
 const Kernels* TPK_KERNELS([[maybe_unused]] DType dtype) {
 #if TPK_LEVEL >= TPK_LEVEL_AVX512_BF16
-    if (dtype != DType::bfloat16) return kernels_avx512(dtype);
+  if (dtype != DType::bfloat16) return kernels_avx512(dtype);
 #endif
-    return &TPK_NAMESPACE::table;
+  return &TPK_NAMESPACE::table;
 }
 
-}  // namespace tpk::cpu
+} // namespace tpk::cpu

@@ -24,9 +24,7 @@ TPK_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 TPK_INLINE Vec maximum(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 TPK_INLINE Vec minimum(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 // value where a != b, else 0
-TPK_INLINE Vec zero_where_equal(Vec a, Vec b, Vec value) {
-    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ), value);
-}
+TPK_INLINE Vec zero_where_equal(Vec a, Vec b, Vec value) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ), value); }
 TPK_INLINE bool all_equal(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ) == 0xffff; }
 #elif TPK_LEVEL >= TPK_LEVEL_AVX2
 using Vec = __m256;
@@ -42,9 +40,9 @@ TPK_INLINE bool all_equal(Vec a, Vec b) { return _mm256_movemask_ps(_mm256_cmp_p
 typedef float Vec __attribute__((vector_size(16)));
 typedef int32_t IntVec __attribute__((vector_size(16)));
 TPK_INLINE Vec load(const float* p) {
-    Vec v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
+  Vec v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
 }
 TPK_INLINE void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 TPK_INLINE Vec splat(float x) { return Vec{x, x, x, x}; }
@@ -53,8 +51,8 @@ TPK_INLINE Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
 TPK_INLINE Vec minimum(Vec a, Vec b) { return a < b ? a : b; }
 TPK_INLINE Vec zero_where_equal(Vec a, Vec b, Vec value) { return a != b ? value : splat(0.0f); }
 TPK_INLINE bool all_equal(Vec a, Vec b) {
-    const IntVec equal = a == b;
-    return (equal[0] & equal[1] & equal[2] & equal[3]) != 0;
+  const IntVec equal = a == b;
+  return (equal[0] & equal[1] & equal[2] & equal[3]) != 0;
 }
 #endif
 
@@ -63,11 +61,11 @@ inline constexpr int vec_lanes = sizeof(Vec) / sizeof(float);
 // Keeps a loaded value in a register: g++ 12 otherwise re-reads it as the memory operand of every FMA that uses it (-25 %).
 TPK_INLINE void pin(Vec& v) {
 #if TPK_LEVEL >= TPK_LEVEL_AVX2
-    asm("" : "+v"(v));
+  asm("" : "+v"(v));
 #else
-    (void)v;
+  (void)v;
 #endif
 }
 
-}  // namespace
-}  // namespace tpk::cpu::TPK_NAMESPACE
+} // namespace
+} // namespace tpk::cpu::TPK_NAMESPACE

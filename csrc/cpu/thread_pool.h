@@ -11,35 +11,35 @@
 namespace tpk::cpu {
 
 class ThreadPool {
-  public:
-    // Everything one call may touch while it holds the pool: workers and their reusable memory.
-    class Lease {
-      public:
-        explicit Lease(int64_t threads);
-        ~Lease();
-        Lease(const Lease&) = delete;
-        Lease& operator=(const Lease&) = delete;
+ public:
+  // Everything one call may touch while it holds the pool: workers and their reusable memory.
+  class Lease {
+   public:
+    explicit Lease(int64_t threads);
+    ~Lease();
+    Lease(const Lease&) = delete;
+    Lease& operator=(const Lease&) = delete;
 
-        int64_t threads() const { return threads_; }
-        // Runs body(worker, task) for every task in [0, tasks); tasks are claimed in ascending order. Returns when all are done.
-        void run(int64_t tasks, const std::function<void(int64_t worker, int64_t task)>& body);
-        // Memory that stays allocated between calls, aligned to 4096 bytes: one block for all, one for each worker.
-        std::byte* shared_memory(int64_t bytes);
-        std::byte* memory(int64_t worker, int64_t bytes);
+    int64_t threads() const { return threads_; }
+    // Runs body(worker, task) for every task in [0, tasks); tasks are claimed in ascending order. Returns when all are done.
+    void run(int64_t tasks, const std::function<void(int64_t worker, int64_t task)>& body);
+    // Memory that stays allocated between calls, aligned to 4096 bytes: one block for all, one for each worker.
+    std::byte* shared_memory(int64_t bytes);
+    std::byte* memory(int64_t worker, int64_t bytes);
 
-      private:
-        ThreadPool& pool_;
-        int64_t threads_;
-    };
+   private:
+    ThreadPool& pool_;
+    int64_t threads_;
+  };
 
-    ThreadPool();
-    ~ThreadPool();
-    // The pool of this process.
-    static ThreadPool& instance();
+  ThreadPool();
+  ~ThreadPool();
+  // The pool of this process.
+  static ThreadPool& instance();
 
-  private:
-    struct State;
-    std::unique_ptr<State> state_;
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
 };
 
-}  // namespace tpk::cpu
+} // namespace tpk::cpu

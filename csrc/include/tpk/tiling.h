@@ -18,12 +18,12 @@ inline constexpr int64_t backward_query_rows = 128;
 
 // Tokens in a backward query tile: the largest power of two whose rows fit, at least one. Also the invariance unit.
 constexpr int64_t backward_query_tokens(int64_t group) {
-    int64_t tokens = 1;
-    while (tokens * 2 * group <= backward_query_rows) tokens *= 2;
-    return tokens;
+  int64_t tokens = 1;
+  while (tokens * 2 * group <= backward_query_rows) tokens *= 2;
+  return tokens;
 }
 
 constexpr int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 constexpr int64_t floor_div(int64_t value, int64_t unit) { return value >= 0 ? value / unit : -((-value + unit - 1) / unit); }
 
-}  // namespace tpk
+} // namespace tpk
