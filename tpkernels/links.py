@@ -103,6 +103,8 @@ class LocalLink:
         self._arrived[key] = x
 
     def take(self, key: Key) -> Tensor:
+        if key not in self._arrived:
+            raise LinkError(f"{self.spec}: asked for {_name(key)} before it was put, or a second time.")
         return self._arrived.pop(key)
 
     def release(self, key: Key) -> None:

@@ -1,0 +1,185 @@
+"""Stage: what a layer is given, what is kept between forward and backward, and what a step leaves behind."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from terapipe.engine import Batch
+from terapipe.engine.stage import Stage
+from tpkernels import Mask
+
+SLICES = (2, 1, 3)
+BATCH = Batch(
+    torch.arange(12).view(2, 6),
+    torch.arange(12).view(2, 6),
+    torch.tensor([[0, 0, 0, 0, 4, 4], [0, 1, 1, 1, 1, 5]], dtype=torch.int32),
+)
+
+
+class Call(NamedTuple):
+    hidden: Tensor
+    cache: Any
+    mask: Mask
+    positions: Tensor
+
+
+class Cache:
+    """Counts its resets; shares an accumulator when it is given one."""
+
+    made: list[tuple[Any, ...]]
+
+    def __init__(self) -> None:
+        self.resets, self.accumulator, self.nbytes = 0, None, 10
+
+    def reset(self) -> None:
+        self.resets += 1
+
+    def require_accumulator(self) -> Any:
+        return self.accumulator or type("Accumulator", (), {"nbytes": 100})()
+
+
+class Recorder(nn.Module):
+    """Scales its input (as a float) and keeps what it was given."""
+
+    def __init__(self, caches: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(2.0))
+        self.calls: list[Call] = []
+        self.made: list[tuple[Any, ...]] = []
+        if caches:
+            self.make_cache = self._make_cache
+
+    def _make_cache(self, *given: Any) -> Cache:
+        self.made.append(given)
+        return Cache()
+
+    def forward(self, hidden: Tensor, cache: Any, mask: Mask, positions: Tensor) -> Tensor:
+        self.calls.append(Call(hidden, cache, mask, positions))
+        hidden = hidden[..., None].expand(*hidden.shape, 4).float() if hidden.dim() == 2 else hidden
+        return hidden * self.weight
+
+
+def _stage(*, first: bool = True, last: bool = False) -> Stage:
+    return Stage(
+        1,
+        {"cached": Recorder(True), "plain": Recorder(False)},
+        slice_lengths=SLICES,
+        micro_size=2,
+        first=first,
+        last=last,
+        loss=lambda output, targets: (output.mean(-1) * targets).sum(),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+
+
+def _calls(stage: Stage, name: str = "cached") -> list[Call]:
+    layer = stage.layers[name]
+    assert isinstance(layer, Recorder)
+    return layer.calls
+
+
+def test_a_layer_gets_its_slice_its_cache_the_micros_mask_and_relative_positions() -> None:
+    stage = _stage()
+    stage.begin(evaluating=False)
+    outputs = [stage.forward(7, piece, None, BATCH) for piece in range(3)]
+    calls = _calls(stage)
+    assert torch.equal(torch.cat([call.hidden for call in calls], 1), BATCH.tokens)
+    assert torch.cat([call.positions for call in calls], 1).tolist() == [[0, 1, 2, 3, 0, 1], [0, 0, 1, 2, 3, 0]]
+    assert len({id(call.cache) for call in calls}) == 1 and len({id(call.mask) for call in calls}) == 1
+    assert calls[0].mask.causal and torch.equal(calls[0].mask.document_starts, BATCH.document_starts)
+    assert all(call.cache is None for call in _calls(stage, "plain"))
+    assert stage.layers["cached"].made == [(2, 6, torch.float32, torch.device("cpu"))]
+    assert all(output is not None and not output.requires_grad for output in outputs)
+
+
+def test_backward_gives_the_gradient_of_the_input_and_drains() -> None:
+    stage = _stage(first=False)
+    stage.begin(evaluating=False)
+    inputs = [torch.randn(2, length, 4) for length in SLICES]
+    for micro in (0, 1):
+        for piece in range(3):
+            stage.forward(micro, piece, inputs[piece].clone(), BATCH)
+    with pytest.raises(RuntimeError, match="stage 1 is not empty after the step; left over"):
+        stage.assert_drained()
+    for micro in (1, 0):
+        for piece in (2, 1, 0):
+            assert len(stage._live) == 3 * micro + piece + 1
+            gradient = stage.backward(micro, piece, torch.full((2, SLICES[piece], 4), 3.0))
+            assert gradient is not None and torch.equal(gradient, torch.full_like(inputs[piece], 12.0))
+    stage.assert_drained()
+    expected = 2 * sum(float(x.sum()) for x in inputs) * 3.0 * 2.0
+    assert stage.layers["plain"].weight.grad is not None
+    assert float(stage.layers["plain"].weight.grad) == pytest.approx(expected, abs=1e-3)
+
+
+def test_caches_return_to_a_pool_and_micros_share_one_accumulator_per_layer() -> None:
+    stage = _stage()
+    for step in range(3):
+        stage.begin(evaluating=False)
+        for micro in (0, 1):
+            for piece in range(3):
+                stage.forward(micro, piece, None, BATCH)
+        caches = {id(call.cache): call.cache for call in _calls(stage)}
+        assert len(caches) == 2  # two micros in flight, however many steps
+        assert len({id(cache.accumulator) for cache in caches.values()}) == 1
+        assert (stage.cache_bytes(), stage.accumulator_bytes()) == (20, 100)
+        for micro in (0, 1):
+            for piece in (2, 1, 0):
+                stage.backward(micro, piece, torch.ones(2, SLICES[piece], 4))
+        assert [cache.resets for cache in caches.values()] == [step + 1] * 2
+        stage.assert_drained()
+
+
+def test_evaluation_keeps_nothing_and_never_makes_an_accumulator() -> None:
+    stage = _stage(last=True)
+    stage.begin(evaluating=True)
+    for micro in range(4):
+        for piece in range(3):
+            assert stage.forward(micro, piece, None, BATCH) is None
+            assert len(stage._caches) == (piece < 2)
+    stage.assert_drained()
+    assert len(stage.losses()) == 12
+    assert (stage.cache_bytes(), stage.accumulator_bytes()) == (10, 0)
+    assert not any(call.hidden.requires_grad for call in _calls(stage, "plain"))
+
+
+def test_the_last_stage_keeps_a_loss_sum_per_slice_until_the_next_step() -> None:
+    stage = _stage(last=True)
+    stage.begin(evaluating=False)
+    for piece in range(3):
+        stage.forward(0, piece, None, BATCH)
+    start = 0
+    for (micro, piece), loss in stage.losses().items():
+        tokens = BATCH.tokens[:, start : start + SLICES[piece]]
+        start += SLICES[piece]
+        assert micro == 0 and loss == float((tokens * tokens).sum() * 4)
+    for piece in (2, 1, 0):
+        assert stage.backward(0, piece, torch.tensor(0.5, dtype=torch.float64)) is None
+    assert len(stage.losses()) == 3
+    assert float(stage.layers["cached"].weight.grad) == float((BATCH.tokens**2).sum())
+    stage.begin(evaluating=True)
+    assert stage.losses() == {}
+
+
+def test_discard_forgets_everything() -> None:
+    stage = _stage(last=True)
+    stage.begin(evaluating=False)
+    stage.forward(0, 0, None, BATCH)
+    stage.discard()
+    stage.assert_drained()
+    assert stage.losses() == {} and stage.cache_bytes() == 0
+
+
+def test_an_input_that_nothing_differentiates_gets_a_zero_gradient() -> None:
+    stage = _stage(first=False)
+    stage.layers["cached"].forward = lambda hidden, *_: torch.ones_like(hidden)  # type: ignore[method-assign]
+    stage.begin(evaluating=False)
+    stage.forward(0, 0, torch.randn(2, 2, 4), BATCH)
+    gradient = stage.backward(0, 0, torch.ones(2, 2, 4))
+    assert gradient is not None and torch.equal(gradient, torch.zeros(2, 2, 4))
+    assert float(stage.layers["plain"].weight.grad) == 16.0
