@@ -127,7 +127,7 @@ def test_one_process_continues_on_two_and_back(tmp_path: Path) -> None:
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(timeout=60)
+        worker.join(timeout=120)
     stuck = [worker for worker in workers if worker.is_alive()]
     for worker in stuck:
         worker.kill()
