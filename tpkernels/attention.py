@@ -1,4 +1,4 @@
-"""prefix_attention: attention of a token slice over the prefix in a cache; its backward works through the cache.
+"""prefix_attention: attention of a slice over the prefix in a cache; its backward works through the cache.
 
 q [batch, tokens, query_heads, head_dim], k and v [batch, tokens, kv_heads, head_dim | value_head_dim] ->
 out [batch, tokens, query_heads, value_head_dim]. The checks that need no position are here; the rest, and the choice of
@@ -179,18 +179,23 @@ def prefix_attention(
     _check_shapes(q, k, v, cache, sinks, mask, scale, softcap)
     if cache is None and start is not None and start != k.shape[1] - q.shape[1]:
         raise ValueError(
-            f"prefix_attention: start={start} without a cache, where it is keys - queries = {k.shape[1]} - {q.shape[1]} "
-            f"= {k.shape[1] - q.shape[1]}; leave it out, or pass the prefix in a PrefixCache"
+            f"prefix_attention: start={start} without a cache, where it is keys - queries = {k.shape[1]} - "
+            f"{q.shape[1]} = {k.shape[1] - q.shape[1]}; leave it out, or pass the prefix in a PrefixCache"
         )
     if sinks is not None:
         sinks = sinks.to(accumulator_dtype(q.dtype))
+    compiling = torch.compiler.is_compiling()
+    if compiling:  # Dynamo refuses the same tensor twice among the inputs of an autograd.Function
+        k = k.view_as(k) if k is q else k
+        v = v.view_as(v) if v is q or v is k else v
+    needs_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
     owner = None
     tensors = _NO_CACHE
     if cache is not None:
         tensors = _CacheTensors(cache.k, cache.v, cache.position, cache.progress, *cache.backward_view)
-        if not torch.compiler.is_compiling():
+        if not compiling:
             owner = cache
-        elif torch.is_grad_enabled():  # the accumulator must be an input of the graph: no graph can make it
+        elif needs_gradient:  # the accumulator must be an input of the graph: no graph can make it
             accumulator = cache.accumulator
             if accumulator is None:
                 raise ValueError(
@@ -207,7 +212,11 @@ def prefix_attention(
         deterministic,
         backend or "",
     )
-    out, lse, _ = _PrefixAttention.apply(q, k, v, sinks, mask.document_starts, owner, start, *tensors, *settings)
+    if compiling and not needs_gradient:  # Dynamo cannot trace an autograd.Function with setup_context there
+        places = (tensors.k, tensors.v, tensors.position, tensors.progress)
+        out, lse, _ = forward_op(q, k, v, sinks, mask.document_starts, *places, start, *settings)
+    else:
+        out, lse, _ = _PrefixAttention.apply(q, k, v, sinks, mask.document_starts, owner, start, *tensors, *settings)
     return (out, lse) if return_lse else out
 
 

@@ -1,4 +1,4 @@
-"""The two raw mutating ops of prefix attention, `tpkernels::prefix_attention_forward` and `_backward`, and their checks.
+"""The two raw mutating ops of prefix attention (tpkernels::prefix_attention_forward, _backward) and their checks.
 
 They resolve where the slice starts, check the order of slices against the cache, pick the backend and run it. Neither
 has an autograd formula (torch refuses one on an op that mutates its inputs): attention.py ties them together.

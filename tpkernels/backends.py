@@ -47,8 +47,8 @@ class AttentionCall:
 class Backend(Protocol):
     """q [B,T,Hq,D], k [B,S,Hkv,D], v [B,S,Hkv,Dv]: views, any outer strides, last dim contiguous, no empty dimension.
 
-    out [B,T,Hq,Dv], lse [B,Hq,T], dq are contiguous. backward writes dq and ADDS into dk, dv (views of the accumulators,
-    any outer strides) and dsinks, which are fp32 (fp64 for fp64).
+    out [B,T,Hq,Dv], lse [B,Hq,T], dq are contiguous. backward writes dq and ADDS into dk, dv (views of the
+    accumulators, any outer strides) and dsinks, which are fp32 (fp64 for fp64).
     """
 
     name: str

@@ -2,7 +2,7 @@
 
 q [B, T, Hq, D], k [B, S, Hkv, D], v [B, S, Hkv, Dv]; query i sits at absolute position start + i (DESIGN 4).
     s = scale * q.k,  s = softcap * tanh(s / softcap),  lse = log(sum_j exp(s_j) + exp(sink)),  p = exp(s - lse)
-    out = p v      dv = p^T dout      ds = p * (dout v^T - rowsum(dout * out))      dq = scale ds k      dk = scale ds^T q
+    out = p v     dv = p^T dout     ds = p * (dout v^T - rowsum(dout * out))     dq = scale ds k     dk = scale ds^T q
 
 The one trap: it builds the dense score matrix, so memory grows with T * S. `compute_dtype` picks the arithmetic: fp32
 for 16-bit tensors by default; tests also run it IN 16 bits, as the yardstick of the tolerance rule (testing.py).

@@ -1,0 +1,239 @@
+"""PrefixCache and GradientAccumulator: order of slices, sharing, preloading, and that no slice copies K or V."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tpkernels import GradientAccumulator, PrefixCache, attention_ops, prefix_attention, testing
+from tpkernels.testing import AttentionCase
+
+CASE = AttentionCase(5, 8, head_dim=4, query_heads=4, kv_heads=2, value_head_dim=3)
+
+
+@pytest.fixture(autouse=True)
+def _oracle(monkeypatch):
+    monkeypatch.setenv("TPK_BACKEND", "reference")
+
+
+def forward(cache, lengths, start=None):
+    """Slices of ones; returns their outputs."""
+    batch, _, heads, dim = cache.k.shape
+    outs = []
+    for length in lengths:
+        q = torch.randn(batch, length, heads, dim, requires_grad=True)
+        v = torch.randn(batch, length, heads, cache.v.shape[3], requires_grad=True)
+        outs.append(prefix_attention(q, q, v, cache, start=start))
+    return outs
+
+
+def backward(out):
+    out.backward(torch.ones_like(out))
+
+
+def snapshot(cache):
+    tensors = (cache.k, cache.v, cache.position, cache.progress)
+    return [tensor.clone() for tensor in tensors]
+
+
+def unchanged(cache, before):
+    return all(torch.equal(a, b) for a, b in zip(snapshot(cache), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("start", "length", "message"),
+    [
+        (512, 1, "slice starts at 512 but the cache holds 8 tokens; run the slices of a sequence in order"),
+        (6, 3, r"slice \[6, 9\) is only partly in the cache, which holds 8 tokens; start at 8"),
+        (None, 5, r"slice \[8, 13\) needs 13 tokens but the cache's capacity is 12"),
+        (-1, 1, "slice starts at -1"),
+    ],
+)
+def test_a_slice_out_of_place_is_refused_and_changes_nothing(start, length, message):
+    cache = PrefixCache(1, 12, 2, 4)
+    cache.k.zero_()
+    cache.v.zero_()
+    forward(cache, [3, 5])
+    before = snapshot(cache)
+    with pytest.raises(ValueError, match=message):
+        forward(cache, [length], start)
+    assert unchanged(cache, before)
+    forward(cache, [4])
+    assert cache.length == 12
+
+
+def test_a_backward_out_of_order_names_both_slices_and_changes_nothing():
+    cache = PrefixCache(1, 12, 2, 4)
+    outs = forward(cache, [3, 5, 4])
+    with pytest.raises(
+        ValueError, match=r"backward of slice \[3, 8\) out of order: the next is that of slice \[8, 12\)"
+    ):
+        outs[1].backward(torch.ones_like(outs[1]), retain_graph=True)
+    outs[2].backward(torch.ones_like(outs[2]), retain_graph=True)
+    with pytest.raises(ValueError, match=r"slice \[0, 3\) out of order: the next is that of slice \[3, 8\)"):
+        outs[0].backward(torch.ones_like(outs[0]), retain_graph=True)
+    with pytest.raises(ValueError, match=r"slice \[8, 12\) out of order: the next is that of slice \[3, 8\)"):
+        backward(outs[2])
+    assert cache.backward_end == 8
+    backward(outs[1])
+    backward(outs[0])
+    assert cache.backward_end == 0
+
+
+def test_a_forward_into_a_cache_with_an_unfinished_backward_is_refused():
+    cache = PrefixCache(1, 12, 2, 4)
+    outs = forward(cache, [3, 5])
+    backward(outs[1])
+    with pytest.raises(ValueError, match=r"slice \[8, 9\) would be appended.*backward has reached 3 of 8 tokens"):
+        forward(cache, [1])
+    backward(outs[0])
+    with pytest.raises(ValueError, match=r"backward has reached 0 of 8 tokens.*reset"):
+        forward(cache, [1])
+    cache.reset()
+    assert cache.length == 0
+    forward(cache, [2])
+
+
+def test_the_backward_of_a_slice_from_before_a_reset_is_refused():
+    cache = PrefixCache(1, 12, 2, 4)
+    stale = forward(cache, [3])[0]
+    cache.reset()
+    forward(cache, [3])
+    with pytest.raises(ValueError, match=r"backward of slice \[0, 3\), whose cache was reset\(\) after its forward"):
+        backward(stale)
+
+
+def test_a_graph_run_twice_gives_the_same_gradient_twice():
+    inputs = testing.make_inputs(CASE, torch.float64)
+    cache = testing.poisoned_cache(CASE, torch.float64)
+    q, k, v = (x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    outs = [prefix_attention(x[:, :8], k[:, :8], v[:, :8], cache) for x in (q,)]
+    outs.append(prefix_attention(q[:, 8:], k[:, 8:], v[:, 8:], cache))
+    loss = (torch.cat(outs, 1) * inputs.dout).sum()
+    once = torch.autograd.grad(loss, (q, k, v), retain_graph=True)
+    twice = torch.autograd.grad(loss, (q, k, v))
+    assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))
+
+
+def test_caches_of_one_layer_share_an_accumulator_one_backward_at_a_time():
+    accumulator = GradientAccumulator(1, 20, 2, 4, 3)
+    accumulator.dk.fill_(float("nan"))
+    accumulator.dv.fill_(float("nan"))
+    caches = [PrefixCache(1, 13, 2, 4, 3, accumulator=accumulator) for _ in range(2)]
+    inputs = [testing.make_inputs(CASE, torch.float32, seed=seed) for seed in range(2)]
+    for seed in (0, 1):  # one after the other, each from zero
+        testing.check(testing.run(inputs[seed], cache=caches[seed]), inputs[seed])
+    for cache in caches:
+        cache.reset()
+    first, second = (forward(cache, [3, 5]) for cache in caches)
+    backward(first[1])
+    with pytest.raises(
+        ValueError, match=r"slice \[3, 8\) of cache \d+ would start while the backward of cache \d+ is unf"
+    ):
+        second[1].backward(torch.ones_like(second[1]), retain_graph=True)
+    caches[0].reset()  # gives it up
+    backward(second[1])
+    accumulator.reset()
+    with pytest.raises(ValueError, match="GradientAccumulator was reset, or used by another cache"):
+        backward(second[0])
+
+
+def test_gradients_are_added_to_a_preloaded_accumulator():
+    """kernels.md (f), extra cases: gradient cache pre-filled with non-zero must add, not overwrite."""
+    inputs = testing.make_inputs(CASE, torch.float64)
+    plain = testing.run(inputs)
+    cache = testing.poisoned_cache(CASE, torch.float64)
+    dk, dv = torch.randn(1, 9, 2, 4, dtype=torch.float64), torch.randn(1, 9, 2, 3, dtype=torch.float64)
+    cache.accumulator.preload(dk, dv)
+    loaded = testing.run(inputs, cache=cache)
+    torch.testing.assert_close(loaded.dk[:, :9], plain.dk[:, :9] + dk, rtol=0, atol=1e-13)
+    torch.testing.assert_close(loaded.dv[:, :9], plain.dv[:, :9] + dv, rtol=0, atol=1e-13)
+    torch.testing.assert_close(loaded.dk[:, 9:], plain.dk[:, 9:], rtol=0, atol=1e-13)
+    cache.reset()
+    torch.testing.assert_close(testing.run(inputs, cache=cache).dk, plain.dk, rtol=0, atol=1e-13)  # only once
+
+
+def test_a_wrong_preload_is_refused():
+    cache = PrefixCache(1, 12, 2, 4)
+    accumulator = cache.require_accumulator()
+    with pytest.raises(ValueError, match=r"dv is \[1, 2, 2, 4\].*\[1, n, 2, 4\] with the same n <= 12"):
+        accumulator.preload(torch.zeros(1, 3, 2, 4), torch.zeros(1, 2, 2, 4))
+    accumulator.preload(torch.zeros(1, 9, 2, 4), torch.zeros(1, 9, 2, 4))
+    out = forward(cache, [3])[0]
+    with pytest.raises(ValueError, match=r"9 rows were preloaded.*holds 3 tokens"):
+        out.backward(torch.ones_like(out), retain_graph=True)
+    accumulator.reset()
+    backward(out)
+
+
+def test_an_accumulator_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"accumulator dk is \[1, 8, 2, 4\].*needs \[1, 12, 2, 4\]"):
+        PrefixCache(1, 12, 2, 4, accumulator=GradientAccumulator(1, 8, 2, 4))
+    with pytest.raises(ValueError, match=r"float32.*needs.*float64"):
+        PrefixCache(1, 12, 2, 4, dtype=torch.float64, accumulator=GradientAccumulator(1, 12, 2, 4))
+    with pytest.raises(ValueError, match=r"sums over slices need torch.float32"):
+        GradientAccumulator(1, 12, 2, 4, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="capacity is -1"):
+        PrefixCache(1, -1, 2, 4)
+
+
+def test_bytes_are_counted_apart():
+    cache = PrefixCache(2, 12, 2, 4, 3, torch.bfloat16)
+    assert cache.nbytes == 2 * 12 * 2 * (4 + 3) * 2
+    assert cache.require_accumulator().nbytes == 2 * 12 * 2 * (4 + 3) * 4
+    assert "length=0" in repr(cache)
+
+
+class Recorder:
+    """A backend that keeps what it was handed."""
+
+    name = "recorder"
+
+    def forward(self, q, k, v, *, out, lse, **_):
+        self.k, self.v = k, v
+        out.zero_()
+        lse.zero_()
+
+    def backward(self, dout, q, k, v, out, lse, *, dq, dk, dv, **_):
+        self.k, self.v, self.dk, self.dv = k, v, dk, dv
+        dq.zero_()
+
+
+def test_kernels_work_on_the_cache_itself(monkeypatch):
+    """No K/V concatenation, no clone of a gradient cache, no expansion of GQA heads (DESIGN 4)."""
+    recorder = Recorder()
+    monkeypatch.setattr(attention_ops.backends, "select", lambda call, requested: recorder)
+    cache = PrefixCache(1, 100, 2, 4, 3)
+    q, v = torch.randn(1, 10, 6, 4, requires_grad=True), torch.randn(1, 10, 2, 3, requires_grad=True)
+    k = torch.randn(1, 10, 2, 4, requires_grad=True)
+    outs = [prefix_attention(q, k, v, cache) for _ in range(3)]
+
+    def memory(tensor):
+        return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
+
+    for end, out in ((30, outs[2]), (20, outs[1])):
+        with torch.profiler.profile(profile_memory=True) as profile:
+            backward(out)
+        assert memory(recorder.k) == memory(cache.k[:, :end])
+        assert memory(recorder.v) == memory(cache.v[:, :end])
+        assert memory(recorder.dk) == memory(cache.accumulator.dk[:, :end])
+        assert memory(recorder.dv) == memory(cache.accumulator.dv[:, :end])
+        if end == 20:  # the accumulator exists by now: nothing of the prefix's size may be allocated
+            largest = max(event.cpu_memory_usage for event in profile.events())
+            assert largest <= 2 * q.nbytes + k.nbytes + v.nbytes
+
+
+def test_a_cache_made_in_inference_mode_works_outside():
+    with torch.inference_mode():
+        cache = PrefixCache(1, 12, 2, 4)
+    outs = forward(cache, [3, 5])
+    backward(outs[1])
+    backward(outs[0])
+    cache.reset()
+    with torch.inference_mode():
+        forward(cache, [3, 5])
+    assert cache.length == 8
+    with torch.no_grad():
+        forward(cache, [2])
+    backward(forward(cache, [2])[0])  # a prefix without gradients, then a slice with them
+    assert cache.backward_end == 10
