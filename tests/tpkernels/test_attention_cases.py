@@ -281,6 +281,19 @@ def test_adding_a_constant_to_every_logit_changes_nothing(backend):
         torch.testing.assert_close(out, expected, rtol=0.1, atol=0.1)
 
 
+def test_sinks_far_from_the_scores(backend):
+    """A sink of 300 would overflow exp() if it took no part in the maximum; -inf is no sink at all."""
+    q, k, v = leaves((1, 40, 3, 8), (1, 40, 3, 8), (1, 40, 3, 8))
+    sinks = torch.tensor([300.0, -300.0, -math.inf], requires_grad=True)
+    out, lse = prefix_attention(q, k, v, sinks=sinks, backend=backend, return_lse=True)
+    plain, plain_lse = prefix_attention(q, k, v, backend=backend, return_lse=True)
+    assert (out[:, :, 0] == 0).all() and (lse[:, 0] == 300).all()
+    torch.testing.assert_close(out[:, :, 1:], plain[:, :, 1:])
+    torch.testing.assert_close(lse[:, 1:], plain_lse[:, 1:])
+    gradients = grads(out, torch.randn_like(out), q, k, v, sinks)
+    assert all(x.isfinite().all() for x in gradients) and (gradients[3] == 0).all()
+
+
 @pytest.mark.parametrize("scale", [0.0, -0.2, 1e4])
 def test_any_finite_scale(scale, backend):
     q, k, v = leaves((1, 40, 2, 8), (1, 40, 2, 8), (1, 40, 2, 8))
