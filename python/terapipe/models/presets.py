@@ -14,6 +14,10 @@ BYTE_VOCAB = 257  # every byte, and one token that ends a document
 
 GPT_VOCAB = 50257
 
+# The usual 0.02 suits models a thousand wide. At 128, validation loss after 200 steps of 2048 bytes: 2.51 nats with
+# 0.05, 2.64 with 0.02 (standard library text, learning rate 3e-3).
+NARROW_STD = 0.05
+
 
 def gpt(*, hidden: int, layers: int, heads: int, vocab: int = GPT_VOCAB, max_tokens: int = 2048) -> ModelConfig:
     """The GPT-2/3 family: learned positions, LayerNorm, GELU, biases, tied embeddings."""
@@ -41,6 +45,7 @@ def llama(
     vocab: int,
     max_tokens: int,
     rope_theta: float = 10000.0,
+    initial_std: float = 0.02,
 ) -> ModelConfig:
     """The Llama family: rotary positions, RMSNorm, SwiGLU, grouped KV heads, no bias, untied embeddings."""
     return ModelConfig(
@@ -52,17 +57,36 @@ def llama(
         ffn_hidden=ffn_hidden,
         max_tokens=max_tokens,
         rope_theta=rope_theta,
+        initial_std=initial_std,
     )
 
 
 def debug() -> ModelConfig:
     """Four blocks, 64 wide: trains in seconds, for tests and first steps."""
-    return llama(hidden=64, layers=4, heads=4, kv_heads=2, ffn_hidden=192, vocab=BYTE_VOCAB, max_tokens=1024)
+    return llama(
+        hidden=64,
+        layers=4,
+        heads=4,
+        kv_heads=2,
+        ffn_hidden=192,
+        vocab=BYTE_VOCAB,
+        max_tokens=1024,
+        initial_std=NARROW_STD,
+    )
 
 
 def quickstart() -> ModelConfig:
     """The byte-level model of scripts/quickstart.sh: learns Python source text in minutes on two CPU cores."""
-    return llama(hidden=128, layers=4, heads=4, kv_heads=2, ffn_hidden=384, vocab=BYTE_VOCAB, max_tokens=2048)
+    return llama(
+        hidden=128,
+        layers=4,
+        heads=4,
+        kv_heads=2,
+        ffn_hidden=384,
+        vocab=BYTE_VOCAB,
+        max_tokens=2048,
+        initial_std=NARROW_STD,
+    )
 
 
 def gpt3_1b() -> ModelConfig:
