@@ -48,7 +48,8 @@ def run(modules: Mapping[str, Path], name: str, *, json_file: Path | None, plot_
     rows = [_as_row(row) for row in module.run()]
     if os.environ.get("RANK", "0") != "0":
         return
-    print(table(rows))
+    if "RANK" not in os.environ:  # a worker's rows are printed by the process that started it
+        print(table(rows))
     if json_file is not None:
         from terapipe import environment
 

@@ -144,7 +144,14 @@ def bench(arguments: list[str]) -> int:
     return 0
 
 
-VERBS: dict[str, Callable[[list[str]], int]] = {"train": train, "env": env, "bench": bench}
+def quickstart(arguments: list[str]) -> int:
+    """Train a small model over two stages of this machine and show what slices gain."""
+    from terapipe import quickstart
+
+    return quickstart.run(arguments)
+
+
+VERBS: dict[str, Callable[[list[str]], int]] = {"quickstart": quickstart, "train": train, "env": env, "bench": bench}
 
 
 def _write_json(path: Path, value: Any) -> None:

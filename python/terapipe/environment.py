@@ -19,7 +19,6 @@ from typing import Any
 VARIABLES = (
     "TPK_BACKEND",
     "TPK_CPU_ISA",
-    "TPK_CUDA",
     "TPK_LOG",
     "OMP_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES",
@@ -163,8 +162,8 @@ def _isa() -> str:
     try:
         from tpkernels import _core
 
-        return str(_core.isa())
-    except (ImportError, AttributeError, RuntimeError) as error:
+        return f"{_core.isa_level()} (this CPU can run: {', '.join(_core.isa_levels())})"
+    except (ImportError, ValueError) as error:
         return f"unknown: {error}"
 
 

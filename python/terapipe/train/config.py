@@ -17,6 +17,7 @@ from terapipe.models.presets import BYTE_VOCAB
 from terapipe.models.presets import PRESETS as MODELS
 from terapipe.schedule import Plan, make_plan
 from terapipe.train.config_file import unknown
+from terapipe.train.text_files import stdlib_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +234,22 @@ def debug() -> TrainConfig:
     return TrainConfig()
 
 
+def quickstart() -> TrainConfig:
+    """What scripts/quickstart.sh trains: bytes of Python's standard library, one sequence a step, in slices."""
+    return TrainConfig(
+        model=ModelSettings(preset="quickstart"),
+        data=DataSettings(source="text", train=(stdlib_text(),)),
+        parallel=ParallelSettings(slices=8),
+        optimizer=OptimizerSettings(learning_rate=4e-3, min_learning_rate=4e-4, warmup_steps=30),
+        steps=700,
+        tokens=2048,
+        device="cpu",
+        evaluate_sequences=24,
+        log_every=50,
+        run_dir=Path("runs/quickstart"),
+    )
+
+
 def gpt3_1b() -> TrainConfig:
     """GPT3-1B over two ranks, four slices of a 2048-token sequence, bf16; name your own token file with
     --data.train."""
@@ -267,7 +284,7 @@ def llama3_8b() -> TrainConfig:
     )
 
 
-PRESETS = {function.__name__: function for function in (debug, gpt3_1b, llama3_8b)}
+PRESETS = {function.__name__: function for function in (debug, quickstart, gpt3_1b, llama3_8b)}
 
 
 def preset(name: str) -> TrainConfig:

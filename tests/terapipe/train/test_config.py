@@ -58,6 +58,15 @@ def test_a_bad_config_file_is_explained(toml: str, words: list[str], tmp_path: P
         assert word in str(raised.value)
 
 
+def test_the_example_of_the_documentation_loads(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text()
+    file = tmp_path / "mine.toml"
+    file.write_text(page.split("```toml\n")[1].split("```")[0])
+    config = config_file.load(file, TrainConfig())
+    assert (config.model.hidden, config.parallel.schedule, config.checkpoint.every) == (256, "seq_1f1b", 500)
+    config.plan(2)
+
+
 def test_a_missing_config_file_is_explained(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot read the config file .*nowhere\.toml"):
         config_file.load(tmp_path / "nowhere.toml", TrainConfig())

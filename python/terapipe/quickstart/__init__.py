@@ -1,0 +1,92 @@
+"""`terapipe quickstart`: trains a small model on text that every machine has, over two stages, and shows what slices
+gain.
+
+The launcher starts two workers of one thread each; the workers train (`terapipe.train.trainer`), sample from the
+trained model, and time a step with and without slices in the same run (`comparison`). All numbers that are printed or
+written (`report`) were measured in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from terapipe.train import config as configs
+from terapipe.train.config import TrainConfig
+
+RANKS = 2
+ROUNDS = 30  # measured steps of each variant
+PROMPT = "def "
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The verb: the launcher starts the workers, a worker works. Returns the exit status."""
+    default = configs.quickstart()
+    parser = argparse.ArgumentParser(
+        prog="terapipe quickstart", description="Train a small model over two stages.", allow_abbrev=False
+    )
+    parser.add_argument("--steps", type=int, default=default.steps, help="training steps (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="measured steps a variant (default: %(default)s)")
+    parser.add_argument(
+        "--run-dir", type=Path, default=default.run_dir, help="what to write into (default: %(default)s)"
+    )
+    options = parser.parse_args(arguments)
+    if options.rounds < 2:
+        raise ValueError(f"--rounds is {options.rounds}; a median with a spread needs at least 2.")
+    config = dataclasses.replace(default, steps=options.steps, run_dir=options.run_dir).resolve()
+    if "RANK" in os.environ:
+        return _work(config, options.rounds)
+    from terapipe.engine import launch
+    from terapipe.train.trainer import check_start
+
+    shutil.rmtree(config.checkpoint_folder, ignore_errors=True)  # of an earlier quickstart
+    check_start(config, ranks=RANKS, resume=False)
+    print(_introduction(config), flush=True)
+    return launch.run_local(RANKS, ["quickstart", *arguments], threads=1)
+
+
+def _introduction(config: TrainConfig) -> str:
+    model = config.model.resolve()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    text = (
+        f"Training a Llama-style model ({model.layers} layers, {model.hidden} wide, {model.parameters():,} "
+        "parameters) on "
+        f"the source text of Python's standard library:\n{config.steps} steps of one sequence of {config.tokens} "
+        "bytes, cut "
+        f"into {config.parallel.slices} slices; {RANKS} stages, each a process with one thread.\n"
+    )
+    few = f"Note: only {cores} core is usable here, so the stages take turns and the times below say little.\n"
+    return text + few if cores < RANKS else text
+
+
+def _work(config: TrainConfig, rounds: int) -> int:
+    from terapipe.engine import launch
+    from terapipe.quickstart.comparison import compare
+    from terapipe.quickstart.report import summary_of, write
+    from terapipe.train import checkpoint, sampling
+    from terapipe.train.trainer import Trainer
+
+    world = launch.initialize()
+    try:
+        with Trainer(config, world=world) as trainer:
+            result = trainer.fit()
+            saved = trainer.save()
+        if world.rank == 0:
+            layers = checkpoint.load_layers(saved)
+            sample = sampling.generate_text(layers, PROMPT, tokens=300, temperature=0.6)
+            print(f"\nThe trained model continues {PROMPT!r}:\n\n{_indented(PROMPT + sample)}\n", flush=True)
+            print(f"Timing {rounds} steps with and without slices ...", flush=True)
+        comparison = compare(config, world, rounds=rounds)
+        if world.rank == 0:
+            print(write(config, comparison, summary_of(config, result, comparison)), flush=True)
+        return 0
+    finally:
+        launch.shutdown()
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.rstrip().splitlines())

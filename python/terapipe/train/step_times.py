@@ -1,0 +1,57 @@
+"""Times the steps of several variants in one run: interleaved, so that a slow moment of the machine hits all of them
+alike.
+
+Every rank of the launch calls `measure` with the same names in the same order; a rank that has no part in a variant
+gives None and waits at the barrier, asleep. Times are those of rank 0; a pipeline step ends on all ranks together.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one variant's step: the median, and between which times half of all steps lay."""
+
+    median_s: float
+    quarter_s: float
+    three_quarters_s: float
+    steps: int
+
+    @classmethod
+    def of(cls, seconds: list[float]) -> StepTime:
+        low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
+        return cls(middle, low, high, len(seconds))
+
+
+def measure(
+    variants: Mapping[str, Callable[[], object] | None], *, rounds: int, warm_up: int = 2
+) -> dict[str, StepTime]:
+    """Run every variant once a round, in an order that turns from round to round; the first `warm_up` rounds do not
+    count."""
+    names = list(variants)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(warm_up + rounds):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            step = variants[name]
+            barrier()
+            began = time.perf_counter()
+            if step is not None:
+                step()
+            if number >= warm_up:
+                seconds[name].append(time.perf_counter() - began)
+    barrier()
+    return {name: StepTime.of(times) for name, times in seconds.items()}
+
+
+def barrier() -> None:
+    """Wait for all processes of the launch, if there are several."""
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
