@@ -55,11 +55,13 @@ def sum_tied_gradients(parameters: Parameters, census: Census, wiring: Wiring) -
 @torch.no_grad()
 def copy_tied_values(parameters: Parameters, census: Census, wiring: Wiring) -> None:
     """Copies start from their original's value; equal gradients and equal optimizers then keep them bit-equal."""
-    for original, copy in census.ties:
-        value = wiring.share(original, parameters.get(original), like=parameters.get(copy))
-        if copy in parameters:
+    for original, *copies in census.families:
+        here = [parameters[name] for name in copies if name in parameters]
+        if original in parameters or here:
+            value = wiring.share(original, parameters.get(original), like=here[0] if here else None)
             assert value is not None
-            parameters[copy].copy_(value)
+            for copy in here:
+                copy.copy_(value)
 
 
 def _gradient_of(parameter: nn.Parameter) -> Tensor:

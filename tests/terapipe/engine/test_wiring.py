@@ -1,0 +1,61 @@
+"""The same plan over processes (`dist`) and in one process (`local`): the same numbers to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine_cases import TOLERANCE, oracle, worst_error
+from worker import LAYOUTS, mixed_ties, run_layout
+
+from terapipe.engine.wiring import open_local_wiring
+from terapipe.schedule import assign_slots, link_transfers, seq_1f1b
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_processes_give_the_numbers_of_one_process(ranks: int, run_scenario: Callable[..., Any]) -> None:
+    processes = run_scenario("layouts", ranks)
+    assert processes.status == 0
+    results = processes.results
+    for case in LAYOUTS[ranks]:
+        with case.pipeline(links="local") as pipeline:
+            local = run_layout(pipeline, case)
+        reports = [result[str(case)] for result in results]
+        for report in reports:
+            assert report["losses"] == local["losses"]
+            assert report["grad_norm"] == local["grad_norm"]
+            assert report["repeated"] and local["repeated"]
+            assert report["timeline"] == local["timeline"]
+            assert 0.0 <= report["bubble_share"] < 1.0
+        gradients = {name: gradient for report in reports for name, gradient in report["gradients"].items()}
+        assert sum(len(report["gradients"]) for report in reports) == len(gradients)
+        assert gradients.keys() == local["gradients"].keys()
+        for name, gradient in gradients.items():
+            assert torch.equal(gradient, local["gradients"][name]), (str(case), name)
+        if case.dtype in TOLERANCE:
+            exact = oracle(case)
+            assert worst_error(gradients, exact.gradients) <= TOLERANCE[case.dtype]
+            assert local["grad_norm"] == pytest.approx(exact.norm, rel=TOLERANCE[case.dtype])
+    for tied in zip(*(result["tied"] for result in results), strict=True):
+        copies = [value for copies in tied for value in copies.values()]
+        assert len(copies) == 2 and torch.equal(copies[0], copies[1])
+    everything = {name: gradient for result in results for name, gradient in result["mixed ties"].items()}
+    for name, gradient in mixed_ties(ranks, links="local").items():
+        assert torch.equal(everything[name], gradient), name
+    assert torch.equal(everything["0.weight"], everything["3.weight"])
+    assert not torch.equal(everything["0.weight"], everything["2.weight"])
+
+
+def test_every_link_has_the_plans_slots() -> None:
+    schedule = seq_1f1b(3, 2, 3)
+    slots = assign_slots(schedule)
+    wiring = open_local_wiring(schedule, slots, torch.bfloat16, torch.device("cpu"))
+    assert list(wiring.links) == list(link_transfers(schedule))
+    for planned, link in wiring.links.items():
+        assert (link.spec.source, link.spec.destination, link.spec.direction) == planned
+        assert (link.spec.slots, link.spec.dtype) == (slots.slots(planned), torch.bfloat16)
+        assert len(link.spec.slot_of) == 6 and set(link.spec.slot_of.values()) == set(range(link.spec.slots))
+    assert wiring.sum_over_ranks([1.5, 2.0]) == [1.5, 2.0] and wiring.gather(["a"]) == [["a"]]
