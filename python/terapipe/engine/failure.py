@@ -23,7 +23,7 @@ logger = logging.getLogger("terapipe")
 
 STALL_SECONDS = 120.0  # no action finished for this long: print where every rank stands
 
-_boards = itertools.count()  # every rank makes its pipelines in the same order, so this names one pipeline everywhere
+_boards = itertools.count()  # ranks make their common pipelines in one order, so this names the same one everywhere
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class PipelineError(RuntimeError):
 
 
 class FailureBoard:
-    """Shared memory of the ranks' failure and positions, over the default store; in one process without a store it
-    remembers nothing."""
+    """Shared memory of the ranks' failure and positions, over the default store; a rank that is alone needs
+    none and remembers nothing."""
 
     SETTLE_SECONDS = 1.5  # a victim notices a closed connection before the origin's record may be visible
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
-        store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+        store = dist.distributed_c10d._get_default_store() if ranks > 1 and dist.is_initialized() else None
         # A prefix of its own: a new pipeline must not find the failure of the one before.
         self._store = None if store is None else dist.PrefixStore(f"terapipe/{next(_boards)}", store)
 
@@ -104,15 +104,15 @@ class FailureBoard:
                 return self._store.get(key).decode()
         except (RuntimeError, ValueError):
             pass
-        return "an unknown action"
+        return "nowhere yet"
 
 
 class Watchdog:
     """A daemon thread: publishes this rank's position once a second and, when it has not moved for `stall_seconds`,
     logs every rank's."""
 
-    def __init__(self, board: FailureBoard, *, stall_seconds: float = STALL_SECONDS) -> None:
-        self._board, self._stall_seconds = board, stall_seconds
+    def __init__(self, board: FailureBoard, *, stall_seconds: float = STALL_SECONDS, tick_seconds: float = 1.0) -> None:
+        self._board, self._stall_seconds, self._tick_seconds = board, stall_seconds, tick_seconds
         self._position, self._since, self._reported = "idle", time.monotonic(), False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="terapipe-watchdog", daemon=True)
@@ -128,7 +128,7 @@ class Watchdog:
 
     def _run(self) -> None:
         published = ""
-        while not self._stop.wait(1.0):
+        while not self._stop.wait(self._tick_seconds):
             position, since = self._position, self._since
             try:
                 if position != published:

@@ -74,9 +74,13 @@ def run_local(ranks: int, argv: Sequence[str], *, threads: int = 1, module: str 
 def run_workers(command: Sequence[str], ranks: int, *, threads: int = 1) -> int:
     """`run_local` for any command."""
     with _store(ranks) as port, _signals_raise():
-        workers = [_start(command, rank, ranks, threads, port) for rank in range(ranks)]
-        relays = [_relay(worker, rank) for rank, worker in enumerate(workers) if rank > 0]
+        workers: list[subprocess.Popen[bytes]] = []
+        relays: list[threading.Thread] = []
         try:
+            for rank in range(ranks):
+                workers.append(_start(command, rank, ranks, threads, port))
+                if rank > 0:
+                    relays.append(_relay(workers[-1], rank))
             status = _watch(workers)
         finally:
             _stop(workers)
@@ -161,9 +165,9 @@ def _watch(workers: Sequence[subprocess.Popen[bytes]]) -> int:
     """Wait for all; after the first failure wait only `GRACE_SECONDS` more."""
     deadline: float | None = None
     status = 0
-    while any(worker.poll() is None for worker in workers):
+    while None in (codes := [worker.poll() for worker in workers]):  # polls every one, also behind one that runs
         if status == 0:
-            status = next((worker.returncode for worker in workers if worker.returncode), 0)
+            status = _first_failure(codes)
             deadline = time.monotonic() + GRACE_SECONDS if status else None
         if deadline is not None and time.monotonic() > deadline:
             break
@@ -172,8 +176,13 @@ def _watch(workers: Sequence[subprocess.Popen[bytes]]) -> int:
     for rank, code in failed.items():
         how = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         print(f"terapipe: rank {rank} {how}", file=sys.stderr)
-    status = status or next(iter(failed.values()), 0)
+    status = status or _first_failure(codes)
     return 128 - status if status < 0 else status
+
+
+def _first_failure(codes: Sequence[int | None]) -> int:
+    """Of ranks that ended together, one that a signal ended (negative) is the likelier origin; 0 if none failed."""
+    return min((code for code in codes if code), default=0)
 
 
 def _stop(workers: Sequence[subprocess.Popen[bytes]]) -> None:

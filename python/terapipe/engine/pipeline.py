@@ -382,7 +382,8 @@ class Pipeline:
         if origin is None:
             if lost is not None:
                 ended = f"the process ended without a report; rank {rank} noticed in {action}: {cause}"
-                failure = Failure(lost, self._board.position(lost), ended)
+                last_seen = f"an unknown action (last seen: {self._board.position(lost)})"
+                failure = Failure(lost, last_seen, ended)
             origin = self._board.record(failure)
         error = PipelineError(origin, here=rank)
         self._broken = error

@@ -1,0 +1,159 @@
+"""Failures: whatever happens on one rank, every rank stops within seconds and names the rank, the action and the cause.
+
+The limit is 10 s; these take well below one, and the tests ask for 5 s because the machine may be busy.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from worker import CAUGHT
+
+from terapipe.engine.failure import Failure, FailureBoard, PipelineError, Watchdog, words
+
+WITHIN_S = 5.0
+ACTION = {
+    "forward": r"{}F0\.0",
+    "evaluate": r"{}F0\.0",
+    "backward": r"{}B0\.1",
+    "loss": r"2F0\.0",
+    "reduction": "the gradient reduction",
+}
+
+
+@pytest.mark.timeout(90)
+def test_every_rank_names_the_origin_while_all_processes_live_on(run_scenario: Callable[..., Any]) -> None:
+    processes = run_scenario("caught", 3)
+    assert processes.status == 0
+    reports = [result["reports"] for result in processes.results]
+    for failing, where in CAUGHT:
+        raised_at = reports[failing][failing, where]["raised_at"]
+        for rank, report in enumerate(reports):
+            _check_caught(report[failing, where], rank, failing, where)
+            assert report[failing, where]["at"] - raised_at < WITHIN_S, (failing, where, rank)
+    assert {report["afterwards"] for report in reports} == {reports[0]["alone"]}
+    for rank, result in enumerate(processes.results):
+        _check_starts(result["starts"], rank)
+        lines = result["stall"]["lines"]
+        assert len(lines) == 1, lines
+        stood = r"  rank 0: .*\n  rank 1: 1F0\.1 \(2 of 8\)\n  rank 2: "
+        assert re.match(rf"no progress on rank {rank} for 1 s:\n{stood}", lines[0]), lines
+    assert len({result["stall"]["loss"] for result in processes.results}) == 1
+
+
+def _check_caught(report: dict[str, Any], rank: int, failing: int, where: str) -> None:
+    assert report["rank"] == failing, (failing, where, rank, report)
+    assert re.fullmatch(ACTION[where].format(failing), report["action"]), report
+    assert report["cause"] == f"ArithmeticError: broken on purpose by rank {failing}"
+    origin = f"rank {failing} failed in {report['action']}: {report['cause']}"
+    assert report["message"] == (origin if rank == failing else f"rank {rank} stopped because {origin}")
+    assert "cannot be used again" in report["again"] and report["cause"] in report["again"]
+
+
+def _check_starts(heard: dict[str, str], rank: int) -> None:
+    origin = "FileNotFoundError: no weights here"
+    stopped = f"PipelineError: rank {rank} stopped because rank 2 failed in building its layers: {origin}"
+    assert heard["factory"] == (origin if rank == 2 else stopped)
+    for what in ("plan", "hidden_size", "ties"):
+        assert heard[what].startswith(f"ValueError: rank 2 was given another {what} than rank 0; give every rank")
+    assert "the plan has 2 ranks but 3 processes were started; start 2 (torchrun" in heard["ranks"]
+    assert "ValueError: 0.weight and 3.weight are one tensor" in heard["shared"]
+    wrong = "rank 0 failed in 0F0.0: LinkError: link 0->1 (activations): micro 0, slice 0 is torch.float32"
+    assert wrong in heard["shapes"]
+    assert "the ranks were given different batches" in heard["batch"]
+
+
+def _gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def _check_ended(processes: Any) -> None:
+    assert time.monotonic() - float((processes.folder / "began2").read_text()) < 10
+    assert all(_gone(pid) for pid in processes.pids)
+
+
+@pytest.mark.timeout(60)
+def test_an_uncaught_exception_ends_every_process(
+    run_scenario: Callable[..., Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    processes = run_scenario("uncaught", 3)
+    _check_ended(processes)
+    assert processes.status == 1
+    errors = capfd.readouterr().err
+    for rank in range(3):
+        stopped = "" if rank == 2 else f"rank {rank} stopped because "
+        assert f"PipelineError: {stopped}rank 2 failed in 2B0.1: ArithmeticError: broken on purpose by rank 2" in errors
+        assert f"terapipe: rank {rank} ended with status 1" in errors
+
+
+@pytest.mark.timeout(60)
+def test_a_killed_rank_is_named_by_its_neighbours(
+    run_scenario: Callable[..., Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    processes = run_scenario("killed", 3)
+    _check_ended(processes)
+    assert processes.status == 137
+    errors = capfd.readouterr().err
+    assert "terapipe: rank 2 was ended by signal SIGKILL" in errors
+    origin = r"rank 2 failed in an unknown action \(last seen: .*\): the process ended without a report; rank 1 noticed"
+    for rank in (0, 1):
+        assert re.search(f"rank {rank} stopped because {origin} in 1B0", errors), errors[-3000:]
+
+
+# ---- alone -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_board_without_a_store_remembers_nothing() -> None:
+    board = FailureBoard(0, 1)
+    failure = Failure(0, "0F0.0", "ValueError: x")
+    assert board.record(failure) is failure
+    assert board.origin(wait=False) is None
+    board.publish("0F0.0")
+    assert board.position(0) == "nowhere yet"
+
+
+def test_the_message_says_who_stopped_because_of_whom() -> None:
+    failure = Failure(1, "1B0.2", words(ZeroDivisionError("by zero")))
+    assert str(PipelineError(failure, here=1)) == "rank 1 failed in 1B0.2: ZeroDivisionError: by zero"
+    assert str(PipelineError(failure, here=0)).startswith("rank 0 stopped because rank 1 failed in 1B0.2")
+    assert str(PipelineError(failure, here=0, again=True)).startswith("this pipeline failed before and cannot be used")
+
+
+class _Board:
+    rank, ranks = 1, 2
+
+    def __init__(self) -> None:
+        self.published: list[str] = []
+
+    def publish(self, position: str) -> None:
+        self.published.append(position)
+
+    def position(self, rank: int) -> str:
+        return f"position of {rank}"
+
+
+def test_a_watchdog_reports_each_stall_once_and_never_an_idle_rank(caplog: pytest.LogCaptureFixture) -> None:
+    board = _Board()
+    watchdog = Watchdog(board, stall_seconds=0.05, tick_seconds=0.01)  # type: ignore[arg-type]
+    with caplog.at_level(logging.WARNING, "terapipe"):
+        time.sleep(0.2)
+        assert not caplog.records
+        for position in ("0F0.0 (1 of 4)", "0B0.0 (2 of 4)"):
+            watchdog.at(position)
+            time.sleep(0.3)
+        watchdog.stop()
+    assert [record.getMessage() for record in caplog.records] == [
+        "no progress on rank 1 for 0 s:\n  rank 0: position of 0\n  rank 1: position of 1"
+    ] * 2
+    assert board.published == ["idle", "0F0.0 (1 of 4)", "0B0.0 (2 of 4)"]
+    assert not watchdog._thread.is_alive()
