@@ -102,6 +102,18 @@ class _PrefixAttention(torch.autograd.Function):
         )
 
 
+class _EagerPrefixAttention(torch.autograd.Function):
+    """_PrefixAttention without setup_context, whose binding of arguments by signature takes 0.1 ms a call."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        output = _PrefixAttention.forward(*inputs)
+        _PrefixAttention.setup_context(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_PrefixAttention.backward)
+
+
 @overload
 def prefix_attention(
     q: Tensor,
@@ -216,7 +228,9 @@ def prefix_attention(
         places = (tensors.k, tensors.v, tensors.position, tensors.progress)
         out, lse, _ = forward_op(q, k, v, sinks, mask.document_starts, *places, start, *settings)
     else:
-        out, lse, _ = _PrefixAttention.apply(q, k, v, sinks, mask.document_starts, owner, start, *tensors, *settings)
+        traced = compiling or torch._C._are_functorch_transforms_active()
+        function = _PrefixAttention if traced else _EagerPrefixAttention
+        out, lse, _ = function.apply(q, k, v, sinks, mask.document_starts, owner, start, *tensors, *settings)
     return (out, lse) if return_lse else out
 
 

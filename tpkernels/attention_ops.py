@@ -10,6 +10,7 @@ they were; and no check may move out of the ops, because under torch.compile the
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any, NamedTuple
 
@@ -72,8 +73,6 @@ torch.library.define(
 )
 
 
-@torch.library.impl("tpkernels::prefix_attention_forward", "CompositeExplicitAutograd")
-@torch.no_grad()
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -113,7 +112,7 @@ def _forward(
         out.zero_()
         lse.copy_(lse.new_tensor(-math.inf) if sinks is None else sinks[:, None])
     elif lse.numel():
-        with torch.autocast(q.device.type, enabled=False):
+        with _no_autocast(q.device.type):
             backend.forward(
                 _last_dim_contiguous(q),
                 _last_dim_contiguous(k),
@@ -132,6 +131,9 @@ def _forward(
         position[LENGTH] = piece.end
         position[SLICE_STARTS + piece.end] = piece.start
     return out, lse, torch.tensor([piece.start, generation], dtype=torch.int64)
+
+
+torch.library.impl("tpkernels::prefix_attention_forward", "CompositeExplicitAutograd", torch.no_grad()(_forward))
 
 
 @torch.library.register_fake("tpkernels::prefix_attention_forward")
@@ -199,8 +201,6 @@ torch.library.define(
 )
 
 
-@torch.library.impl("tpkernels::prefix_attention_backward", "CompositeExplicitAutograd")
-@torch.no_grad()
 def _backward(
     dout: Tensor,
     q: Tensor,
@@ -247,7 +247,7 @@ def _backward(
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dsinks = _new_dsinks(q, sinks)
     if dq.numel() and k.shape[1]:
-        with torch.autocast(q.device.type, enabled=False):
+        with _no_autocast(q.device.type):
             backend.backward(
                 _last_dim_contiguous(dout),
                 _last_dim_contiguous(q),
@@ -277,6 +277,9 @@ def _backward(
         state[OWNER] = 0
     # These rows are final, because every later slice has added to them; rounded once.
     return dq, _rounded_copy(dk[:, piece.start :], k.dtype), _rounded_copy(dv[:, piece.start :], v.dtype), dsinks
+
+
+torch.library.impl("tpkernels::prefix_attention_backward", "CompositeExplicitAutograd", torch.no_grad()(_backward))
 
 
 @torch.library.register_fake("tpkernels::prefix_attention_backward")
@@ -355,8 +358,28 @@ def _new_dsinks(q: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.zeros(0 if sinks is None else q.shape[2], dtype=accumulator_dtype(q.dtype), device=q.device)
 
 
-forward_op = torch.ops.tpkernels.prefix_attention_forward.default
-backward_op = torch.ops.tpkernels.prefix_attention_backward.default
+def _plain(q: Tensor) -> bool:
+    """Whether nothing but this process's eager mode looks on: no tracing, no dispatch mode, no tensor subclass."""
+    return not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()) and type(q) in _PLAIN_TENSORS
+
+
+_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+
+
+def forward_op(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The raw forward op. In plain eager mode the function behind it: the dispatcher takes 40 us for such a list."""
+    if _plain(q):
+        with torch.no_grad():
+            return _forward(q, *rest)
+    return torch.ops.tpkernels.prefix_attention_forward.default(q, *rest)
+
+
+def backward_op(dout: Tensor, q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The raw backward op, as forward_op."""
+    if _plain(q) and type(dout) in _PLAIN_TENSORS:
+        with torch.no_grad():
+            return _backward(dout, q, *rest)
+    return torch.ops.tpkernels.prefix_attention_backward.default(dout, q, *rest)
 
 
 # ---- both ------------------------------------------------------------------------------------------------------------
@@ -394,6 +417,13 @@ def _raw_mask(settings: Settings, document_starts: Tensor | None, piece: _Slice,
             rows = torch.nn.functional.pad(rows, (-piece.start, 0))
         rows = rows.expand(batch, -1).contiguous()
     return RawMask(settings.causal, settings.window_left, settings.window_right, rows)
+
+
+def _no_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """Backends compute in the dtypes they are given."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def _last_dim_contiguous(x: Tensor) -> Tensor:
