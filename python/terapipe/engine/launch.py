@@ -22,6 +22,7 @@ from datetime import timedelta
 from typing import IO
 
 GRACE_SECONDS = 6.0  # after the first failure: time for the other ranks to report and leave by themselves
+TERMINATE_SECONDS = 2.0  # and then, after a request to end, until they are killed
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ def _stop(workers: Sequence[subprocess.Popen[bytes]]) -> None:
     for worker in workers:
         if worker.poll() is None:
             worker.terminate()
-    deadline = time.monotonic() + 2.0
+    deadline = time.monotonic() + TERMINATE_SECONDS
     for worker in workers:
         try:
             worker.wait(timeout=max(0.0, deadline - time.monotonic()))
