@@ -266,13 +266,15 @@ template <class Core> struct Backward {
   static void gradients_of_chunk(const BackwardParams& params, const Sizes& n, const QueryTile& tile, int64_t panel, int64_t first_key,
                                  int64_t chunk, int64_t stride, const ThreadMemory& memory) {
     const PanelIntervals& interval = tile.intervals[panel];
-    Element *p_rows = memory.p_rows + chunk * stride + panel * L, *ds_rows = memory.ds_rows + chunk * stride + panel * L;
+    Element* p_rows = Core::rows_block(memory.p_rows, stride, chunk, panel * L);
+    Element* ds_rows = Core::rows_block(memory.ds_rows, stride, chunk, panel * L);
+    const int64_t row_stride = Core::rows_block_stride(stride);
     Element* ds_depth = Core::in_place ? nullptr : memory.ds_depth + (panel * backward_key_tile + chunk) * L;
     const int64_t begin = first_key + chunk, end = begin + key_chunk;
     if (interval.skipped(begin, end)) {
       for (int64_t r = 0; r < key_chunk; ++r) {
-        std::memset(p_rows + r * stride, 0, L * sizeof(Element));
-        std::memset(ds_rows + r * stride, 0, L * sizeof(Element));
+        std::memset(p_rows + r * row_stride, 0, L * sizeof(Element));
+        std::memset(ds_rows + r * row_stride, 0, L * sizeof(Element));
       }
       if (!Core::in_place) std::memset(ds_depth, 0, key_chunk * L * sizeof(Element));
       return;
@@ -289,7 +291,7 @@ template <class Core> struct Backward {
                              : masked ? score_gradients<Core, false, true>
                                       : score_gradients<Core, false, false>;
     elementwise(memory.scores, memory.dp, memory.slope, key_chunk, scale_log2, params.scale, tile.lse_log2 + panel * L,
-                tile.delta + panel * L, p_rows, ds_rows, stride, ds_depth);
+                tile.delta + panel * L, p_rows, ds_rows, row_stride, ds_depth);
   }
 
   // Keys seen by a row with non-finite dout get those elements in dv, whatever the probability.

@@ -19,6 +19,7 @@ struct CoreF32 {
   static constexpr int row_unit = 8;   // rows of A come in blocks of 8
   static constexpr int depth_unit = 1; // depth needs no padding
   static constexpr int exp_degree = 6;
+  static void wake() {}
   static constexpr bool in_place = true; // probabilities overwrite the scores; dS serves as A and as B
 
   // Rows form: row-major, depth contiguous. Columns form: blocks of 8 rows, [depth][8]: a transpose that costs a plain copy.
@@ -32,6 +33,10 @@ struct CoreF32 {
   };
   static View rows_view(const float* data, int64_t stride) { return {data, row_unit * stride, stride, false}; }
   static View columns_view(const float* data, int64_t depth) { return {data, row_unit * depth, 1, true}; }
+
+  // Where the block of A (rows form) that starts at (row, depth) lies and how far apart its rows are.
+  static float* rows_block(float* to, int64_t width, int64_t row, int64_t depth) { return to + row * width + depth; }
+  static int64_t rows_block_stride(int64_t width) { return width; }
 
   struct Session {}; // nothing to set up a task for
 

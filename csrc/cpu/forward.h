@@ -59,8 +59,7 @@ template <class Core> struct Forward {
     // The sign of the scale goes into q (exactly), so that a maximum of scores stays a maximum; scale 0 makes q 0.
     const float sign = params.scale > 0 ? 1.0f : params.scale < 0 ? -1.0f : 0.0f;
     const float scale = params.scale == 0 ? 1.0f : std::fabs(params.scale);
-    const bool capped = params.softcap > 0;
-    const float scale_log2 = capped ? 1.0f : scale * log2_of_e;
+    const float scale_log2 = params.softcap > 0 ? 1.0f : scale * log2_of_e;
     [[maybe_unused]] typename Core::Session session;
 
     int64_t first_key = shape.keys, end_key = 0;
@@ -77,38 +76,73 @@ template <class Core> struct Forward {
     std::memset(memory.sum, 0, memory.panels * L * sizeof(float));
     for (int64_t i = 0; i < memory.panels * L; ++i) memory.maximum_[i] = minus_infinity;
 
+    walk({params, head, k, v, scale, scale_log2, first_key, end_key}, memory);
+    for (int64_t panel = 0; panel < memory.panels; ++panel) finish(params, head, first_token, panel, memory);
+  }
+
+  struct Walk {
+    const ForwardParams& params;
+    HeadIndex head;
+    Rows k, v;
+    float scale, scale_log2;
+    int64_t first_key, end_key;
+  };
+
+  // Chunks of a key tile that some row of a panel sees, counted from the tile.
+  struct KeyRange {
+    int64_t begin = 0, end = 0;
+
+    static KeyRange of(const PanelIntervals& interval, int64_t tile) {
+      if (interval.skipped(tile, tile + forward_key_tile)) return {};
+      const int64_t lowest = interval.corners.first.lo - tile, highest = interval.corners.last.hi - tile;
+      return {lowest > 0 ? lowest / key_chunk * key_chunk : 0,
+              highest < forward_key_tile ? round_up(highest, key_chunk) : forward_key_tile};
+    }
+  };
+
+  // Softcap and mask of the scores [begin, end) of a panel; scores points at the tile's first key.
+  static void prepare_scores(const Walk& w, const PanelIntervals& interval, int64_t tile, KeyRange range, float* scores) {
+    if (w.params.softcap > 0)
+      cap_scores(scores + range.begin * L, nullptr, (range.end - range.begin) * L, w.scale, w.params.softcap);
+    for (int64_t chunk = range.begin; chunk < range.end; chunk += key_chunk)
+      if (!interval.full(tile + chunk, tile + chunk + key_chunk))
+        mask_scores<L>(scores + chunk * L, key_chunk, int32_t(tile + chunk), interval.lo, interval.hi);
+  }
+
+  static int64_t keys_in_tile(const Walk& w, int64_t tile) {
+    const int64_t left = w.params.shape.keys - tile;
+    return left < forward_key_tile ? left : forward_key_tile;
+  }
+
+  static void walk(const Walk& w, const Memory& memory) {
+    const AttentionShape& shape = w.params.shape;
     const auto k_view = Core::rows_view(memory.k, memory.depth);
     const auto v_view = Core::columns_view(memory.v, forward_key_tile);
-    for (int64_t tile = first_key / forward_key_tile * forward_key_tile; tile < end_key; tile += forward_key_tile) {
-      const int64_t count = shape.keys - tile < forward_key_tile ? shape.keys - tile : forward_key_tile;
-      Core::pack_rows(memory.k, k, tile, count, forward_key_tile, shape.head_dim);
-      const bool bad = Core::pack_columns(memory.v, v, tile, count, forward_key_tile, shape.value_head_dim);
+    for (int64_t tile = w.first_key / forward_key_tile * forward_key_tile; tile < w.end_key; tile += forward_key_tile) {
+      const int64_t count = keys_in_tile(w, tile);
+      Core::pack_rows(memory.k, w.k, tile, count, forward_key_tile, shape.head_dim);
+      const bool bad = Core::pack_columns(memory.v, w.v, tile, count, forward_key_tile, shape.value_head_dim);
       for (int64_t panel = 0; panel < memory.panels; ++panel) {
         const PanelIntervals& interval = memory.intervals[panel];
-        if (interval.skipped(tile, tile + forward_key_tile)) continue;
-        const int64_t lowest = interval.corners.first.lo - tile, highest = interval.corners.last.hi - tile;
-        const int64_t begin = lowest > 0 ? lowest / key_chunk * key_chunk : 0;
-        const int64_t end = highest < forward_key_tile ? round_up(highest, key_chunk) : forward_key_tile;
-        float* scores = memory.scores + begin * L;
-        Core::template multiply<Update::store>(scores, L, k_view.rows_from(begin), memory.q + panel * memory.depth * L, L, end - begin,
+        const KeyRange range = KeyRange::of(interval, tile);
+        const int64_t keys = range.end - range.begin;
+        if (keys == 0) continue;
+        float* scores = memory.scores + range.begin * L;
+        Core::template multiply<Update::store>(scores, L, k_view.rows_from(range.begin), memory.q + panel * memory.depth * L, L, keys,
                                                memory.depth);
-        if (capped) cap_scores(scores, nullptr, (end - begin) * L, scale, params.softcap);
-        for (int64_t chunk = begin; chunk < end; chunk += key_chunk)
-          if (!interval.full(tile + chunk, tile + chunk + key_chunk))
-            mask_scores<L>(memory.scores + chunk * L, key_chunk, int32_t(tile + chunk), interval.lo, interval.hi);
-        Element* p = memory.p + begin * L;
+        prepare_scores(w, interval, tile, range, memory.scores);
+        Element* p = memory.p + range.begin * L;
         const bool rescale =
-            online_softmax<Core>(scores, p, end - begin, scale_log2, memory.maximum_ + panel * L, memory.sum + panel * L, memory.alpha);
+            online_softmax<Core>(scores, p, keys, w.scale_log2, memory.maximum_ + panel * L, memory.sum + panel * L, memory.alpha);
         float* o = memory.o + panel * memory.value_rows * L;
-        const auto columns = v_view.depth_from(begin);
+        const auto columns = v_view.depth_from(range.begin);
         if (rescale)
-          Core::template multiply<Update::scale_add>(o, L, columns, p, L, memory.value_rows, end - begin, L, memory.alpha);
+          Core::template multiply<Update::scale_add>(o, L, columns, p, L, memory.value_rows, keys, L, memory.alpha);
         else
-          Core::template multiply<Update::add>(o, L, columns, p, L, memory.value_rows, end - begin);
-        if (bad) add_bad_values(o, v, interval, tile, count, shape.value_head_dim);
+          Core::template multiply<Update::add>(o, L, columns, p, L, memory.value_rows, keys);
+        if (bad) add_bad_values(o, w.v, interval, tile, count, shape.value_head_dim);
       }
     }
-    for (int64_t panel = 0; panel < memory.panels; ++panel) finish(params, head, first_token, panel, memory);
   }
 
   // Rows that see a key with a non-finite value get that value, whatever its probability.

@@ -25,7 +25,9 @@
 #endif
 
 #include "kernels.h"
-#if TPK_LEVEL >= TPK_LEVEL_AVX512_BF16
+#if TPK_LEVEL == TPK_LEVEL_AMX_BF16
+#include "core_amx.h"
+#elif TPK_LEVEL == TPK_LEVEL_AVX512_BF16
 #include "core_bf16.h"
 #else
 #include "core_f32.h"
@@ -37,7 +39,9 @@ namespace tpk::cpu {
 namespace TPK_NAMESPACE {
 namespace {
 
-#if TPK_LEVEL >= TPK_LEVEL_AVX512_BF16
+#if TPK_LEVEL == TPK_LEVEL_AMX_BF16
+using LevelCore = CoreAmx;
+#elif TPK_LEVEL == TPK_LEVEL_AVX512_BF16
 using LevelCore = CoreBf16;
 #else
 using LevelCore = CoreF32;

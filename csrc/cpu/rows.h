@@ -85,6 +85,10 @@ inline void store_row(void* to, const float* from, int64_t count, DType dtype) {
   uint16_t* half = static_cast<uint16_t*>(to);
   int64_t i = 0;
   if (dtype == DType::bfloat16) {
+#if TPK_LEVEL >= TPK_LEVEL_AVX512_BF16
+    for (; i + 16 <= count; i += 16)
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(half + i), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from + i)));
+#endif
     for (; i < count; ++i) half[i] = bfloat16_of_float(from[i]);
     return;
   }

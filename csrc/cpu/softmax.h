@@ -54,6 +54,7 @@ bool online_softmax(const float* scores, typename Core::Element* probabilities, 
     const Vec factor = exp2_approx<Core::exp_degree>(before - reference);
     store(alpha + v * vec_lanes, factor);
     rescale |= !all_equal(factor, splat(1.0f));
+    if (v == 1) Core::wake();
     const Vec shift = splat(0.0f) - reference;
     Vec s0 = splat(0.0f), s1 = s0, s2 = s0, s3 = s0;
     for (int64_t r = 0; r < rows; r += 4) {
