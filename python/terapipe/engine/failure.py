@@ -23,6 +23,8 @@ logger = logging.getLogger("terapipe")
 
 STALL_SECONDS = 120.0  # no action finished for this long: print where every rank stands
 
+BETWEEN_STEPS = "between steps"  # the action of a rank that fails in code of its own
+
 _boards = itertools.count()  # ranks make their common pipelines in one order, so this names the same one everywhere
 
 
@@ -47,7 +49,8 @@ class PipelineError(RuntimeError):
     def __init__(self, failure: Failure, *, here: int, again: bool = False) -> None:
         where = "" if here == failure.rank else f"rank {here} stopped because "
         before = "this pipeline failed before and cannot be used again; make a new one. " if again else ""
-        super().__init__(f"{before}{where}rank {failure.rank} failed in {failure.action}: {failure.cause}")
+        place = failure.action if failure.action == BETWEEN_STEPS else f"in {failure.action}"
+        super().__init__(f"{before}{where}rank {failure.rank} failed {place}: {failure.cause}")
         self.failure = failure
 
 

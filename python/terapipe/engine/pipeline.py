@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from terapipe.engine.batch import NO_TARGET, Batch
 from terapipe.engine.census import Tie, own_parameters, take_census
-from terapipe.engine.failure import STALL_SECONDS, Failure, FailureBoard, PipelineError, Watchdog, words
+from terapipe.engine.failure import BETWEEN_STEPS, STALL_SECONDS, Failure, FailureBoard, PipelineError, Watchdog, words
 from terapipe.engine.interpreter import ActionError, RankProgram, forward_actions, key_of, one_over, run_together
 from terapipe.engine.loss import cross_entropy_sum
 from terapipe.engine.reduction import copy_tied_values, squared_norms, sum_tied_gradients
@@ -261,6 +261,8 @@ class Pipeline:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and self._broken is None:  # so that the other ranks can say why this one left
+            self._board.record(Failure(self.rank, BETWEEN_STEPS, words(error)))
         self.close()
 
     def _build_stage(self, index: int, named: Mapping[str, LayerSource], loss: Loss) -> Stage:

@@ -38,6 +38,9 @@ def test_every_rank_names_the_origin_while_all_processes_live_on(run_scenario: C
             _check_caught(report[failing, where], rank, failing, where)
             assert report[failing, where]["at"] - raised_at < WITHIN_S, (failing, where, rank)
     assert {report["afterwards"] for report in reports} == {reports[0]["alone"]}
+    origin = "rank 1 failed between steps: ZeroDivisionError: in the optimizer"
+    stopped = [f"rank 0 stopped because {origin}", "in the optimizer", f"rank 2 stopped because {origin}"]
+    assert [report["between steps"] for report in reports] == stopped
     for rank, result in enumerate(processes.results):
         _check_starts(result["starts"], rank)
         lines = result["stall"]["lines"]

@@ -178,9 +178,24 @@ def caught(rank: int, ranks: int) -> dict[str, Any]:
         if armed:
             time.sleep(0.3)  # the origin stays alive while the others must already have stopped
         dist.barrier()
+    reports["between steps"] = between_steps(rank, ranks)
     with _pipeline(ranks) as pipeline:
         reports["afterwards"] = pipeline.step(_batch()).loss
     return {"reports": reports, "starts": bad_starts(rank, ranks), "stall": stall(rank, ranks)}
+
+
+def between_steps(rank: int, ranks: int) -> str:
+    """Rank 1 fails in code of its own; the others hear of it in their next step."""
+    dist.barrier()
+    try:
+        with _pipeline(ranks) as pipeline:
+            pipeline.step(_batch())
+            if rank == 1:
+                raise ZeroDivisionError("in the optimizer")
+            pipeline.step(_batch())
+    except (ZeroDivisionError, PipelineError) as error:
+        return str(error)
+    return ""
 
 
 def _failure_of(pipeline: Pipeline, *, evaluate: bool = False) -> dict[str, Any]:
@@ -267,7 +282,7 @@ def _ends(rank: int, ranks: int, how: str) -> dict[str, Any]:
     """The last rank fails in its second backward, a while into the second step."""
     pipeline = _pipeline(ranks)
     pipeline.step(_batch())
-    time.sleep(1.5)
+    time.sleep(0.2)
     if rank == ranks - 1:
         for layer in pipeline.layers().values():
             layer.backward_armed = how
