@@ -17,6 +17,7 @@ struct CoreAmx : PackBf16 {
   static constexpr int row_unit = 32;
   static constexpr int depth_unit = 32;
   static constexpr int exp_degree = 3;
+  static constexpr bool lagging = true;
   static constexpr bool in_place = false;
   static constexpr int64_t block = 32 * 32;
 

@@ -15,6 +15,7 @@ struct CoreBf16 : PackBf16 {
   static constexpr int depth_unit = 32;
   static constexpr int exp_degree = 3;
   static void wake() {}
+  static constexpr bool lagging = true;
   static constexpr bool in_place = false;
 
   struct Layout {

@@ -20,6 +20,7 @@ struct CoreF32 {
   static constexpr int depth_unit = 1; // depth needs no padding
   static constexpr int exp_degree = 6;
   static void wake() {}
+  static constexpr bool lagging = false;
   static constexpr bool in_place = true; // probabilities overwrite the scores; dS serves as A and as B
 
   // Rows form: row-major, depth contiguous. Columns form: blocks of 8 rows, [depth][8]: a transpose that costs a plain copy.

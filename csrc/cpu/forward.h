@@ -19,7 +19,7 @@ template <class Core> struct Forward {
   struct Memory {
     int64_t rows, panels, depth, value_rows;
     Element *q, *k, *v, *p;
-    float *o, *maximum_, *sum, *scores, *alpha;
+    float *o, *reference, *sum, *scores, *alpha;
     int32_t *lo, *hi;
     PanelIntervals* intervals;
     int64_t bytes;
@@ -37,7 +37,7 @@ template <class Core> struct Forward {
       scores = arena.take<float>(forward_key_tile * L);
       p = Core::in_place ? reinterpret_cast<Element*>(scores) : arena.take<Element>(forward_key_tile * L);
       o = arena.take<float>(panels * value_rows * L);
-      maximum_ = arena.take<float>(panels * L);
+      reference = arena.take<float>(panels * L);
       sum = arena.take<float>(panels * L);
       alpha = arena.take<float>(L);
       lo = arena.take<int32_t>(panels * L);
@@ -74,7 +74,7 @@ template <class Core> struct Forward {
     }
     std::memset(memory.o, 0, memory.panels * memory.value_rows * L * sizeof(float));
     std::memset(memory.sum, 0, memory.panels * L * sizeof(float));
-    for (int64_t i = 0; i < memory.panels * L; ++i) memory.maximum_[i] = minus_infinity;
+    for (int64_t i = 0; i < memory.panels * L; ++i) memory.reference[i] = minus_infinity;
 
     walk({params, head, k, v, scale, scale_log2, first_key, end_key}, memory);
     for (int64_t panel = 0; panel < memory.panels; ++panel) finish(params, head, first_token, panel, memory);
@@ -118,11 +118,15 @@ template <class Core> struct Forward {
     const AttentionShape& shape = w.params.shape;
     const auto k_view = Core::rows_view(memory.k, memory.depth);
     const auto v_view = Core::columns_view(memory.v, forward_key_tile);
+    const int64_t rows_a_panel = (forward_key_tile + memory.panels - 1) / memory.panels;
     for (int64_t tile = w.first_key / forward_key_tile * forward_key_tile; tile < w.end_key; tile += forward_key_tile) {
       const int64_t count = keys_in_tile(w, tile);
       Core::pack_rows(memory.k, w.k, tile, count, forward_key_tile, shape.head_dim);
       const bool bad = Core::pack_columns(memory.v, w.v, tile, count, forward_key_tile, shape.value_head_dim);
       for (int64_t panel = 0; panel < memory.panels; ++panel) {
+        const int64_t next = tile + forward_key_tile + panel * rows_a_panel;
+        prefetch_rows(w.k, next, next + rows_a_panel, w.end_key, shape.head_dim);
+        prefetch_rows(w.v, next, next + rows_a_panel, w.end_key, shape.value_head_dim);
         const PanelIntervals& interval = memory.intervals[panel];
         const KeyRange range = KeyRange::of(interval, tile);
         const int64_t keys = range.end - range.begin;
@@ -133,7 +137,7 @@ template <class Core> struct Forward {
         prepare_scores(w, interval, tile, range, memory.scores);
         Element* p = memory.p + range.begin * L;
         const bool rescale =
-            online_softmax<Core>(scores, p, keys, w.scale_log2, memory.maximum_ + panel * L, memory.sum + panel * L, memory.alpha);
+            online_softmax<Core>(scores, p, keys, w.scale_log2, {memory.reference + panel * L, memory.sum + panel * L, memory.alpha});
         float* o = memory.o + panel * memory.value_rows * L;
         const auto columns = v_view.depth_from(range.begin);
         if (rescale)
@@ -172,7 +176,7 @@ template <class Core> struct Forward {
       const int64_t row = panel * L + r, token = first_token + row / group, query_head = head.kv_head * group + row % group;
       float* lse = params.lse + (head.batch * shape.query_heads + query_head) * shape.tokens + token;
       const bool sees = memory.hi[row] > memory.lo[row];
-      const float top = memory.maximum_[row], sum = memory.sum[row];
+      const float top = memory.reference[row], sum = memory.sum[row];
       if (params.sinks != nullptr) {
         const double sink = params.sinks[query_head];
         if (!sees) {

@@ -25,6 +25,11 @@ TPK_INLINE Vec maximum(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 TPK_INLINE Vec minimum(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 // value where a != b, else 0
 TPK_INLINE Vec zero_where_equal(Vec a, Vec b, Vec value) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ), value); }
+// Whether a <= limit in every lane; NaN is above any limit.
+TPK_INLINE bool none_above(Vec a, Vec limit) { return _mm512_cmp_ps_mask(a, limit, _CMP_LE_OQ) == 0xffff; }
+TPK_INLINE Vec select_above(Vec a, Vec limit, Vec above, Vec otherwise) {
+  return _mm512_mask_mov_ps(otherwise, _mm512_cmp_ps_mask(a, limit, _CMP_NLE_UQ), above);
+}
 TPK_INLINE bool all_equal(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ) == 0xffff; }
 #elif TPK_LEVEL >= TPK_LEVEL_AVX2
 using Vec = __m256;
@@ -35,6 +40,10 @@ TPK_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 TPK_INLINE Vec maximum(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 TPK_INLINE Vec minimum(Vec a, Vec b) { return _mm256_min_ps(a, b); }
 TPK_INLINE Vec zero_where_equal(Vec a, Vec b, Vec value) { return _mm256_and_ps(_mm256_cmp_ps(a, b, _CMP_NEQ_UQ), value); }
+TPK_INLINE bool none_above(Vec a, Vec limit) { return _mm256_movemask_ps(_mm256_cmp_ps(a, limit, _CMP_LE_OQ)) == 0xff; }
+TPK_INLINE Vec select_above(Vec a, Vec limit, Vec above, Vec otherwise) {
+  return _mm256_blendv_ps(otherwise, above, _mm256_cmp_ps(a, limit, _CMP_NLE_UQ));
+}
 TPK_INLINE bool all_equal(Vec a, Vec b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_EQ_OQ)) == 0xff; }
 #else
 typedef float Vec __attribute__((vector_size(16)));
@@ -50,10 +59,10 @@ TPK_INLINE Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
 TPK_INLINE Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
 TPK_INLINE Vec minimum(Vec a, Vec b) { return a < b ? a : b; }
 TPK_INLINE Vec zero_where_equal(Vec a, Vec b, Vec value) { return a != b ? value : splat(0.0f); }
-TPK_INLINE bool all_equal(Vec a, Vec b) {
-  const IntVec equal = a == b;
-  return (equal[0] & equal[1] & equal[2] & equal[3]) != 0;
-}
+TPK_INLINE bool all_set(IntVec mask) { return (mask[0] & mask[1] & mask[2] & mask[3]) != 0; }
+TPK_INLINE bool none_above(Vec a, Vec limit) { return all_set(a <= limit); }
+TPK_INLINE Vec select_above(Vec a, Vec limit, Vec above, Vec otherwise) { return a <= limit ? otherwise : above; }
+TPK_INLINE bool all_equal(Vec a, Vec b) { return all_set(a == b); }
 #endif
 
 inline constexpr int vec_lanes = sizeof(Vec) / sizeof(float);

@@ -30,46 +30,84 @@ inline void cap_scores(float* scores, float* slope, int64_t count, float scale, 
   }
 }
 
-// One step of the online softmax over `rows` keys (a multiple of 4): raw scores -> probabilities relative to the new maximum.
-// maximum, sum: running statistics in log2 units; alpha: factor for what was accumulated before. Returns whether any alpha is not 1.
+// Highest score of `rows` keys in units of log2, or `at_least`. A NaN score is dropped here and comes back through its own exponential.
+template <class Core> TPK_INLINE Vec highest_score(const float* s, int64_t rows, float scale_log2, Vec at_least) {
+  Vec m0 = splat(minus_infinity), m1 = m0, m2 = m0, m3 = m0;
+  for (int64_t r = 0; r < rows; r += 4) {
+    m0 = maximum(load(s + (r + 0) * Core::lanes), m0);
+    m1 = maximum(load(s + (r + 1) * Core::lanes), m1);
+    m2 = maximum(load(s + (r + 2) * Core::lanes), m2);
+    m3 = maximum(load(s + (r + 3) * Core::lanes), m3);
+  }
+  return maximum(maximum(maximum(m0, m1), maximum(m2, m3)) * splat(scale_log2), at_least);
+}
+
+// Writes 2^(score - reference) of vector v of the panel and returns its sum over the keys.
 template <class Core>
-bool online_softmax(const float* scores, typename Core::Element* probabilities, int64_t rows, float scale_log2, float* maximum_, float* sum,
-                    float* alpha) {
+TPK_INLINE Vec exponentials(const float* s, typename Core::Element* probabilities, int64_t rows, float scale_log2, Vec reference, int v) {
+  const Vec scale = splat(scale_log2), shift = splat(0.0f) - reference;
+  Vec s0 = splat(0.0f), s1 = s0, s2 = s0, s3 = s0;
+  for (int64_t r = 0; r < rows; r += 4) {
+    const Vec p0 = exp2_approx<Core::exp_degree>(fma(load(s + (r + 0) * Core::lanes), scale, shift));
+    const Vec p1 = exp2_approx<Core::exp_degree>(fma(load(s + (r + 1) * Core::lanes), scale, shift));
+    const Vec p2 = exp2_approx<Core::exp_degree>(fma(load(s + (r + 2) * Core::lanes), scale, shift));
+    const Vec p3 = exp2_approx<Core::exp_degree>(fma(load(s + (r + 3) * Core::lanes), scale, shift));
+    s0 = s0 + p0;
+    s1 = s1 + p1;
+    s2 = s2 + p2;
+    s3 = s3 + p3;
+    Core::emit_depth_pair(probabilities, r, v, p0, p1);
+    Core::emit_depth_pair(probabilities, r + 2, v, p2, p3);
+  }
+  return (s0 + s1) + (s2 + s3);
+}
+
+// Running statistics of one panel of query rows, one value a lane, in units of log2.
+struct RowStatistics {
+  float* reference; // probabilities are 2^(score - reference); -inf before the first key
+  float* sum;       // of the probabilities
+  float* alpha;     // out: factor for what was accumulated before
+};
+
+// A tile whose probabilities sum to more than this moves the reference; until then bf16 and fp32 lose nothing, being floating-point.
+inline constexpr float highest_lagging_sum = 1048576.0f;
+
+// Probabilities against a new reference; what was accumulated before is worth alpha.
+template <class Core>
+bool restart(const float* s, typename Core::Element* probabilities, int64_t rows, float scale_log2, Vec before, Vec now, Vec sum,
+             const RowStatistics& state, int v) {
+  // A row that has seen no key yet: reference 0 keeps -inf - (-inf) away.
+  const Vec reference = zero_where_equal(now, splat(minus_infinity), now);
+  const Vec alpha = exp2_approx<Core::exp_degree>(before - reference);
+  const Vec tile_sum = exponentials<Core>(s, probabilities, rows, scale_log2, reference, v);
+  store(state.reference + v * vec_lanes, now);
+  store(state.alpha + v * vec_lanes, alpha);
+  store(state.sum + v * vec_lanes, fma(sum, alpha, tile_sum));
+  return !all_equal(alpha, splat(1.0f));
+}
+
+// One step of the online softmax over `rows` keys (a multiple of 4): raw scores -> probabilities, sum and reference brought up to date.
+// Every decision is a lane's own, so a row does not depend on the rows beside it. Returns whether any alpha is not 1.
+// Core::lagging: the reference of the last tile is tried first, without a look at the maximum; scores must survive for the second try.
+template <class Core>
+bool online_softmax(const float* scores, typename Core::Element* probabilities, int64_t rows, float scale_log2, const RowStatistics& state) {
   bool rescale = false;
   for (int v = 0; v < 2; ++v) {
     const float* s = scores + v * vec_lanes;
-    Vec m0 = splat(minus_infinity), m1 = m0, m2 = m0, m3 = m0;
-    for (int64_t r = 0; r < rows; r += 4) { // a NaN score is dropped here and comes back through its own exponential
-      m0 = maximum(load(s + (r + 0) * Core::lanes), m0);
-      m1 = maximum(load(s + (r + 1) * Core::lanes), m1);
-      m2 = maximum(load(s + (r + 2) * Core::lanes), m2);
-      m3 = maximum(load(s + (r + 3) * Core::lanes), m3);
-    }
-    const Vec scale = splat(scale_log2);
-    const Vec before = load(maximum_ + v * vec_lanes);
-    const Vec now = maximum(maximum(maximum(m0, m1), maximum(m2, m3)) * scale, before);
-    store(maximum_ + v * vec_lanes, now);
-    // A row that has seen no key yet: reference 0 keeps -inf - (-inf) away.
-    const Vec reference = zero_where_equal(now, splat(minus_infinity), now);
-    const Vec factor = exp2_approx<Core::exp_degree>(before - reference);
-    store(alpha + v * vec_lanes, factor);
-    rescale |= !all_equal(factor, splat(1.0f));
+    const Vec before = load(state.reference + v * vec_lanes), sum = load(state.sum + v * vec_lanes);
     if (v == 1) Core::wake();
-    const Vec shift = splat(0.0f) - reference;
-    Vec s0 = splat(0.0f), s1 = s0, s2 = s0, s3 = s0;
-    for (int64_t r = 0; r < rows; r += 4) {
-      const Vec p0 = exp2_approx<Core::exp_degree>(fma(load(s + (r + 0) * Core::lanes), scale, shift));
-      const Vec p1 = exp2_approx<Core::exp_degree>(fma(load(s + (r + 1) * Core::lanes), scale, shift));
-      const Vec p2 = exp2_approx<Core::exp_degree>(fma(load(s + (r + 2) * Core::lanes), scale, shift));
-      const Vec p3 = exp2_approx<Core::exp_degree>(fma(load(s + (r + 3) * Core::lanes), scale, shift));
-      s0 = s0 + p0;
-      s1 = s1 + p1;
-      s2 = s2 + p2;
-      s3 = s3 + p3;
-      Core::emit_depth_pair(probabilities, r, v, p0, p1);
-      Core::emit_depth_pair(probabilities, r + 2, v, p2, p3);
+    if constexpr (Core::lagging) {
+      const Vec tile_sum = exponentials<Core>(s, probabilities, rows, scale_log2, before, v);
+      if (none_above(tile_sum, splat(highest_lagging_sum))) { // false for NaN, and for a lane without a reference (inf or NaN)
+        store(state.sum + v * vec_lanes, sum + tile_sum);
+        store(state.alpha + v * vec_lanes, splat(1.0f));
+        continue;
+      }
+      const Vec now = select_above(tile_sum, splat(highest_lagging_sum), highest_score<Core>(s, rows, scale_log2, before), before);
+      rescale |= restart<Core>(s, probabilities, rows, scale_log2, before, now, sum, state, v);
+    } else {
+      rescale |= restart<Core>(s, probabilities, rows, scale_log2, before, highest_score<Core>(s, rows, scale_log2, before), sum, state, v);
     }
-    store(sum + v * vec_lanes, fma(load(sum + v * vec_lanes), factor, (s0 + s1) + (s2 + s3)));
   }
   return rescale;
 }

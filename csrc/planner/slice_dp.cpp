@@ -1,0 +1,128 @@
+// planner/slice_dp.cpp: the inner loops of the slicing search. They run at the speed at which the triangle streams from memory.
+#include "planner/slice_dp.h"
+
+#include <cassert>
+
+namespace terapipe::planner {
+
+PLANNER_CLONES void suffix_sums(const CostTable& table, double limit, double* suffix) {
+  const int units = table.units();
+  Lanes infinity, bound;
+  fill(infinity, kInfinity), fill(bound, limit);
+  for (int i = 1; i <= kLanes; ++i) suffix[units + i] = kInfinity;
+  suffix[units] = 0;
+  int guess = 0;
+  for (int start = units - 1; start >= 0; --start) {
+    const double* row = table.row(start);
+    const double* after = suffix + start + 1;
+    const int entries = table.window(start, limit, guess);
+    Lanes even = infinity, odd = infinity;
+    int i = 0;
+    for (; i + 2 * kLanes <= entries; i += 2 * kLanes) {
+      Lanes a, b, c, d;
+      load(a, row + i), load(b, row + i + kLanes), load(c, after + i), load(d, after + i + kLanes);
+      const Lanes x = a <= bound ? a + c : infinity, y = b <= bound ? b + d : infinity;
+      even = x < even ? x : even, odd = y < odd ? y : odd;
+    }
+    if (i < entries) {
+      Lanes a, c;
+      load(a, row + i), load(c, after + i);
+      const Lanes x = a <= bound ? a + c : infinity;
+      even = x < even ? x : even;
+    }
+    const Lanes least = odd < even ? odd : even;
+    suffix[start] = smallest(least);
+  }
+}
+
+PLANNER_CLONES void prefix_sums(const CostTable& table, double limit, double* prefix) {
+  const int units = table.units();
+  Lanes infinity, bound;
+  fill(infinity, kInfinity), fill(bound, limit);
+  for (int i = 1; i <= units + kLanes; ++i) prefix[i] = kInfinity;
+  prefix[0] = 0;
+  int guess = table.row_blocks(0);
+  for (int start = 0; start < units; ++start) {
+    if (prefix[start] == kInfinity) continue;
+    const double* row = table.row(start);
+    double* after = prefix + start + 1;
+    const int entries = table.window(start, limit, guess);
+    Lanes here;
+    fill(here, prefix[start]);
+    for (int i = 0; i < entries; i += kLanes) {
+      Lanes cost, reached;
+      load(cost, row + i), load(reached, after + i);
+      const Lanes sum = cost <= bound ? cost + here : infinity;
+      reached = sum < reached ? sum : reached;
+      store(after + i, reached);
+    }
+  }
+}
+
+PLANNER_CLONES void suffix_bottlenecks(const CostTable& table, double* largest) {
+  const int units = table.units();
+  for (int i = 1; i <= kLanes; ++i) largest[units + i] = kInfinity;
+  largest[units] = 0;
+  for (int start = units - 1; start >= 0; --start) {
+    const double* row = table.row(start);
+    const double* after = largest + start + 1;
+    const int entries = table.row_lanes(start);
+    Lanes least;
+    fill(least, kInfinity);
+    for (int i = 0; i < entries; i += kLanes) {
+      Lanes cost, rest;
+      load(cost, row + i), load(rest, after + i);
+      const Lanes larger = cost > rest ? cost : rest;
+      least = larger < least ? larger : least;
+    }
+    largest[start] = smallest(least);
+  }
+}
+
+Path best_path(const CostTable& table, double limit, const double* suffix) {
+  Path path;
+  path.sum = suffix[0];
+  int guess = table.row_blocks(0);
+  for (int start = 0; start < table.units();) {
+    const double* row = table.row(start);
+    int length = table.window(start, limit, guess);
+    if (length > table.row_length(start)) length = table.row_length(start);
+    while (!(row[length - 1] <= limit && row[length - 1] + suffix[start + length] == suffix[start])) {
+      --length;
+      assert(length > 0);
+    }
+    if (row[length - 1] > path.largest) path.largest = row[length - 1];
+    path.lengths.push_back(length);
+    start += length;
+  }
+  return path;
+}
+
+PLANNER_CLONES void collect_edges(const CostTable& table, const EdgeQuery& query, const double* prefix, const double* suffix,
+                                  std::vector<Edge>& edges) {
+  Lanes above, below;
+  fill(above, query.above), fill(below, query.below);
+  const EdgeBound& bound = query.bound;
+  int guess = table.row_blocks(0);
+  for (int start = 0; start < table.units(); ++start) {
+    if (!(bound(prefix[start], query.above, 0) < query.best)) continue;
+    const double* row = table.row(start);
+    const double* after = suffix + start + 1;
+    const int entries = table.window(start, query.below, guess);
+    Lanes before, best;
+    fill(before, prefix[start]), fill(best, query.best);
+    for (int i = 0; i < entries; i += kLanes) {
+      Lanes cost, rest;
+      load(cost, row + i), load(rest, after + i);
+      const Lanes total = bound.repeats * (before + cost + rest) + bound.rest + bound.fill * cost;
+      const auto keep = (cost > above) & (cost < below) & (total < best);
+      int64_t any = 0;
+      for (int lane = 0; lane < kLanes; ++lane) any |= keep[lane];
+      if (any != 0)
+        for (int lane = 0; lane < kLanes; ++lane)
+          if (keep[lane]) edges.push_back({cost[lane], total[lane], start, start + 1 + i + lane, query.kind});
+    }
+  }
+}
+
+} // namespace terapipe::planner

@@ -1,0 +1,51 @@
+// planner/slice_dp.h: the dynamic programs over one cost table, each one pass over the triangle and O(units^2).
+// All take only slices of cost <= limit. Arrays have one number a position 0 .. units and kLanes infinities behind them (`padded`).
+#pragma once
+
+#include <vector>
+
+#include "planner/cost_table.h"
+
+namespace terapipe::planner {
+
+inline size_t padded(int units) { return size_t(units) + 1 + kLanes; }
+
+// suffix[i] = smallest sum of costs that slices [i, units); infinity where impossible.
+void suffix_sums(const CostTable& table, double limit, double* suffix);
+
+// prefix[i] = smallest sum of costs that slices [0, i).
+void prefix_sums(const CostTable& table, double limit, double* prefix);
+
+// largest[i] = smallest possible largest cost that slices [i, units).
+void suffix_bottlenecks(const CostTable& table, double* largest);
+
+// A slicing and what it costs: sum as the dynamic program adds it, from the last slice to the first.
+struct Path {
+  std::vector<int> lengths;
+  double sum = 0, largest = 0;
+};
+
+// The slicing behind suffix[0]; the longest first slices where several are equally good.
+Path best_path(const CostTable& table, double limit, const double* suffix);
+
+// One slice that may be the largest of a better answer, and a lower bound on what any answer costs whose largest slice it is.
+struct Edge {
+  double cost, bound;
+  int start, end, kind;
+};
+
+// bound = repeats * (prefix[start] + cost + suffix[end]) + rest + fill * cost.
+struct EdgeBound {
+  double repeats, rest, fill;
+  double operator()(double before, double cost, double after) const { return repeats * (before + cost + after) + rest + fill * cost; }
+};
+
+// Appends every slice with above < cost < below whose bound is < best.
+struct EdgeQuery {
+  double above, below, best;
+  EdgeBound bound;
+  int kind;
+};
+void collect_edges(const CostTable& table, const EdgeQuery& query, const double* prefix, const double* suffix, std::vector<Edge>& edges);
+
+} // namespace terapipe::planner
