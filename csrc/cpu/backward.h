@@ -137,8 +137,8 @@ template <class Core> struct Backward {
       ds_depth = Core::in_place ? ds_rows : arena.take<Element>(keys * n.tile_lanes);
       dk = arena.take<float>(n.dim_panels * keys * L);
       dv = arena.take<float>(n.value_panels * keys * L);
-      scores = arena.take<float>(key_chunk * L);
-      dp = arena.take<float>(key_chunk * L);
+      scores = arena.take<float>(Core::gradient_keys * L);
+      dp = arena.take<float>(Core::gradient_keys * L);
       slope = arena.take<float>(key_chunk * L);
       bytes = arena.bytes;
     }
@@ -208,7 +208,8 @@ template <class Core> struct Backward {
     return sum[0];
   }
 
-  static void keys(const BackwardParams& params, HeadIndex head, int64_t key_tile, std::byte* head_block, std::byte* thread_block) {
+  static void keys(const BackwardParams& params, HeadIndex head, int64_t key_tile, int64_t next_key_tile, std::byte* head_block,
+                   std::byte* thread_block) {
     const AttentionShape& shape = params.shape;
     const Sizes n(params);
     const HeadMemory queries(n, head_block);
@@ -235,9 +236,10 @@ template <class Core> struct Backward {
       const int64_t begin = lowest > 0 ? lowest / key_chunk * key_chunk : 0;
       const int64_t end = highest < backward_key_tile ? round_up(highest, key_chunk) : backward_key_tile;
       const int64_t stride = tile.panels * L;
+      prefetch(params, head, next_key_tile, n.tiles - 1 - i, n.tiles);
       for (int64_t panel = 0; panel < tile.panels; ++panel)
-        for (int64_t chunk = begin; chunk < end; chunk += key_chunk)
-          gradients_of_chunk(params, n, tile, panel, first_key, chunk, stride, memory);
+        for (int64_t key = begin; key < end; key += Core::gradient_keys)
+          gradients(params, n, tile, panel, first_key, key, key + Core::gradient_keys < end ? key + Core::gradient_keys : end, stride, memory);
       const auto p_view = Core::rows_view(memory.p_rows, stride).rows_from(begin);
       const auto ds_view = Core::rows_view(memory.ds_rows, stride).rows_from(begin);
       for (int64_t panel = 0; panel < n.value_panels; ++panel)
@@ -263,35 +265,58 @@ template <class Core> struct Backward {
     store_accumulator(params.dv, memory.dv, head, first_key, count, shape.value_head_dim);
   }
 
-  static void gradients_of_chunk(const BackwardParams& params, const Sizes& n, const QueryTile& tile, int64_t panel, int64_t first_key,
-                                 int64_t chunk, int64_t stride, const ThreadMemory& memory) {
+  // Part `part` of `parts` of what the next key tile of this thread will read and write.
+  static void prefetch(const BackwardParams& params, HeadIndex head, int64_t key_tile, int64_t part, int64_t parts) {
+    const AttentionShape& shape = params.shape;
+    const int64_t share = (backward_key_tile + parts - 1) / parts, first = key_tile * backward_key_tile + part * share;
+    const auto ask = [&](const TensorView& view, DType dtype, int64_t dim) {
+      prefetch_rows(Rows::of(view, dtype, head.batch, head.kv_head, 1), first, first + share, shape.keys, dim);
+    };
+    ask(params.k, shape.dtype, shape.head_dim);
+    ask(params.v, shape.dtype, shape.value_head_dim);
+    ask(params.dk, DType::float32, shape.head_dim);
+    ask(params.dv, DType::float32, shape.value_head_dim);
+  }
+
+  // P and dS of keys [begin, end) of the tile (at most Core::gradient_keys) for one panel: scores first, all at once, then elementwise.
+  static void gradients(const BackwardParams& params, const Sizes& n, const QueryTile& tile, int64_t panel, int64_t first_key,
+                        int64_t begin, int64_t end, int64_t width, const ThreadMemory& memory) {
     const PanelIntervals& interval = tile.intervals[panel];
-    Element* p_rows = Core::rows_block(memory.p_rows, stride, chunk, panel * L);
-    Element* ds_rows = Core::rows_block(memory.ds_rows, stride, chunk, panel * L);
-    const int64_t row_stride = Core::rows_block_stride(stride);
-    Element* ds_depth = Core::in_place ? nullptr : memory.ds_depth + (panel * backward_key_tile + chunk) * L;
-    const int64_t begin = first_key + chunk, end = begin + key_chunk;
-    if (interval.skipped(begin, end)) {
-      for (int64_t r = 0; r < key_chunk; ++r) {
-        std::memset(p_rows + r * row_stride, 0, L * sizeof(Element));
-        std::memset(ds_rows + r * row_stride, 0, L * sizeof(Element));
-      }
-      if (!Core::in_place) std::memset(ds_depth, 0, key_chunk * L * sizeof(Element));
-      return;
+    const float scale = params.scale == 0 ? 1.0f : std::fabs(params.scale);
+    const bool capped = params.softcap > 0;
+    const float scale_log2 = capped ? 1.0f : scale * log2_of_e;
+    const auto hidden = [&](int64_t chunk) { return interval.skipped(first_key + chunk, first_key + chunk + key_chunk); };
+    while (begin < end && hidden(begin)) clear(memory, panel, begin, width), begin += key_chunk;
+    while (begin < end && hidden(end - key_chunk)) end -= key_chunk, clear(memory, panel, end, width);
+    if (begin == end) return;
+    Core::template multiply<Update::store>(memory.scores, L, Core::rows_view(memory.k, n.depth).rows_from(begin),
+                                           tile.q_lanes + panel * n.depth * L, L, end - begin, n.depth);
+    Core::template multiply<Update::store>(memory.dp, L, Core::rows_view(memory.v, n.value_depth).rows_from(begin),
+                                           tile.dout_lanes + panel * n.value_depth * L, L, end - begin, n.value_depth);
+    for (int64_t chunk = begin; chunk < end; chunk += key_chunk) {
+      const bool masked = !interval.full(first_key + chunk, first_key + chunk + key_chunk);
+      float *scores = memory.scores + (chunk - begin) * L, *dp = memory.dp + (chunk - begin) * L;
+      if (capped) cap_scores(scores, memory.slope, key_chunk * L, scale, params.softcap);
+      if (masked) mask_scores<L>(scores, key_chunk, int32_t(first_key + chunk), interval.lo, interval.hi);
+      const auto elementwise = capped   ? (masked ? score_gradients<Core, true, true> : score_gradients<Core, true, false>)
+                               : masked ? score_gradients<Core, false, true>
+                                        : score_gradients<Core, false, false>;
+      elementwise(scores, dp, memory.slope, key_chunk, scale_log2, params.scale, tile.lse_log2 + panel * L, tile.delta + panel * L,
+                  Core::rows_block(memory.p_rows, width, chunk, panel * L), Core::rows_block(memory.ds_rows, width, chunk, panel * L),
+                  Core::rows_block_stride(width), memory.ds_depth + (panel * backward_key_tile + chunk) * L);
     }
-    const bool capped = params.softcap > 0, masked = !interval.full(begin, end);
-    const float scale = params.scale == 0 ? 1.0f : std::fabs(params.scale), scale_log2 = capped ? 1.0f : scale * log2_of_e;
-    Core::template multiply<Update::store>(memory.scores, L, Core::rows_view(memory.k, n.depth).rows_from(chunk),
-                                           tile.q_lanes + panel * n.depth * L, L, key_chunk, n.depth);
-    Core::template multiply<Update::store>(memory.dp, L, Core::rows_view(memory.v, n.value_depth).rows_from(chunk),
-                                           tile.dout_lanes + panel * n.value_depth * L, L, key_chunk, n.value_depth);
-    if (capped) cap_scores(memory.scores, memory.slope, key_chunk * L, scale, params.softcap);
-    if (masked) mask_scores<L>(memory.scores, key_chunk, int32_t(begin), interval.lo, interval.hi);
-    const auto elementwise = capped   ? (masked ? score_gradients<Core, true, true> : score_gradients<Core, true, false>)
-                             : masked ? score_gradients<Core, false, true>
-                                      : score_gradients<Core, false, false>;
-    elementwise(memory.scores, memory.dp, memory.slope, key_chunk, scale_log2, params.scale, tile.lse_log2 + panel * L,
-                tile.delta + panel * L, p_rows, ds_rows, row_stride, ds_depth);
+  }
+
+  // P and dS of a chunk that no row of the panel sees.
+  static void clear(const ThreadMemory& memory, int64_t panel, int64_t chunk, int64_t width) {
+    Element* p_rows = Core::rows_block(memory.p_rows, width, chunk, panel * L);
+    Element* ds_rows = Core::rows_block(memory.ds_rows, width, chunk, panel * L);
+    const int64_t stride = Core::rows_block_stride(width);
+    for (int64_t r = 0; r < key_chunk; ++r) {
+      std::memset(p_rows + r * stride, 0, L * sizeof(Element));
+      std::memset(ds_rows + r * stride, 0, L * sizeof(Element));
+    }
+    if (!Core::in_place) std::memset(memory.ds_depth + (panel * backward_key_tile + chunk) * L, 0, key_chunk * L * sizeof(Element));
   }
 
   // Keys seen by a row with non-finite dout get those elements in dv, whatever the probability.
@@ -310,24 +335,36 @@ template <class Core> struct Backward {
     }
   }
 
+  // Accumulator rows <-> panels [dim / lanes][keys][lanes]; what pads a panel starts as 0 and is not stored.
   static void load_accumulator(float* to, const TensorView& from, HeadIndex head, int64_t first_key, int64_t count, int64_t dim) {
     const Rows rows = Rows::of(from, DType::float32, head.batch, head.kv_head, 1);
-    for (int64_t r = 0; r < backward_key_tile; ++r)
+    for (int64_t r = 0; r < backward_key_tile; ++r) {
+      const float* row = r < count ? reinterpret_cast<const float*>(rows.row(first_key + r)) : nullptr;
       for (int64_t d = 0; d < dim; d += L) {
         float* at = to + (d / L * backward_key_tile + r) * L;
-        const int64_t width = dim - d < L ? dim - d : L;
-        std::memset(at, 0, L * sizeof(float));
-        if (r < count) std::memcpy(at, rows.row(first_key + r) + d * sizeof(float), width * sizeof(float));
+        if (row != nullptr && d + L <= dim) {
+          store(at, load(row + d));
+          store(at + vec_lanes, load(row + d + vec_lanes));
+        } else {
+          for (int64_t l = 0; l < L; ++l) at[l] = row != nullptr && d + l < dim ? row[d + l] : 0.0f;
+        }
       }
+    }
   }
   static void store_accumulator(const TensorView& to, const float* from, HeadIndex head, int64_t first_key, int64_t count, int64_t dim) {
     const Rows rows = Rows::of(to, DType::float32, head.batch, head.kv_head, 1);
-    for (int64_t r = 0; r < count; ++r)
+    for (int64_t r = 0; r < count; ++r) {
+      float* row = reinterpret_cast<float*>(const_cast<char*>(rows.row(first_key + r)));
       for (int64_t d = 0; d < dim; d += L) {
-        const int64_t width = dim - d < L ? dim - d : L;
-        std::memcpy(const_cast<char*>(rows.row(first_key + r)) + d * sizeof(float), from + (d / L * backward_key_tile + r) * L,
-                    width * sizeof(float));
+        const float* at = from + (d / L * backward_key_tile + r) * L;
+        if (d + L <= dim) {
+          store(row + d, load(at));
+          store(row + d + vec_lanes, load(at + vec_lanes));
+        } else {
+          for (int64_t l = 0; d + l < dim; ++l) row[d + l] = at[l];
+        }
       }
+    }
   }
 
   static void finish(const BackwardParams& params, HeadIndex head, int64_t index, std::byte* block) {

@@ -18,6 +18,7 @@ struct CoreAmx : PackBf16 {
   static constexpr int depth_unit = 32;
   static constexpr int exp_degree = 3;
   static constexpr bool lagging = true;
+  static constexpr int64_t gradient_keys = 32; // keys of one panel between scores and elementwise work (backward)
   static constexpr bool in_place = false;
   static constexpr int64_t block = 32 * 32;
 

@@ -16,6 +16,7 @@ struct CoreBf16 : PackBf16 {
   static constexpr int exp_degree = 3;
   static void wake() {}
   static constexpr bool lagging = true;
+  static constexpr int64_t gradient_keys = 32; // keys of one panel between scores and elementwise work (backward)
   static constexpr bool in_place = false;
 
   struct Layout {

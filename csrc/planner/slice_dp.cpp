@@ -1,20 +1,26 @@
 // planner/slice_dp.cpp: the inner loops of the slicing search. They run at the speed at which the triangle streams from memory.
 #include "planner/slice_dp.h"
 
+#include <algorithm>
 #include <cassert>
 
 namespace terapipe::planner {
 
-PLANNER_CLONES void suffix_sums(const CostTable& table, double limit, double* suffix) {
-  const int units = table.units();
+namespace {
+
+void end_at(double* values, int units, double last) {
+  values[units] = last;
+  for (int i = 1; i <= kLanes; ++i) values[units + i] = kInfinity;
+}
+
+// `after` may be `suffix` itself: positions behind `start` are final when `start` is computed.
+PLANNER_CLONES void sum_rows(const CostTable& table, double limit, const double* after_positions, double* suffix) {
   Lanes infinity, bound;
   fill(infinity, kInfinity), fill(bound, limit);
-  for (int i = 1; i <= kLanes; ++i) suffix[units + i] = kInfinity;
-  suffix[units] = 0;
   int guess = 0;
-  for (int start = units - 1; start >= 0; --start) {
+  for (int start = table.units() - 1; start >= 0; --start) {
     const double* row = table.row(start);
-    const double* after = suffix + start + 1;
+    const double* after = after_positions + start + 1;
     const int entries = table.window(start, limit, guess);
     Lanes even = infinity, odd = infinity;
     int i = 0;
@@ -33,6 +39,45 @@ PLANNER_CLONES void suffix_sums(const CostTable& table, double limit, double* su
     const Lanes least = odd < even ? odd : even;
     suffix[start] = smallest(least);
   }
+}
+
+PLANNER_CLONES void bottleneck_rows(const CostTable& table, const double* after_positions, double* largest) {
+  for (int start = table.units() - 1; start >= 0; --start) {
+    const double* row = table.row(start);
+    const double* after = after_positions + start + 1;
+    const int entries = table.row_lanes(start);
+    Lanes least;
+    fill(least, kInfinity);
+    for (int i = 0; i < entries; i += kLanes) {
+      Lanes cost, rest;
+      load(cost, row + i), load(rest, after + i);
+      const Lanes larger = cost > rest ? cost : rest;
+      least = larger < least ? larger : least;
+    }
+    largest[start] = smallest(least);
+  }
+}
+
+} // namespace
+
+void suffix_sums(const CostTable& table, double limit, double* suffix) {
+  end_at(suffix, table.units(), 0);
+  sum_rows(table, limit, suffix, suffix);
+}
+
+void add_slice_to_sums(const CostTable& table, double limit, const double* after, double* suffix) {
+  end_at(suffix, table.units(), kInfinity);
+  sum_rows(table, limit, after, suffix);
+}
+
+void suffix_bottlenecks(const CostTable& table, double* largest) {
+  end_at(largest, table.units(), 0);
+  bottleneck_rows(table, largest, largest);
+}
+
+void add_slice_to_bottlenecks(const CostTable& table, const double* after, double* largest) {
+  end_at(largest, table.units(), kInfinity);
+  bottleneck_rows(table, after, largest);
 }
 
 PLANNER_CLONES void prefix_sums(const CostTable& table, double limit, double* prefix) {
@@ -59,41 +104,24 @@ PLANNER_CLONES void prefix_sums(const CostTable& table, double limit, double* pr
   }
 }
 
-PLANNER_CLONES void suffix_bottlenecks(const CostTable& table, double* largest) {
-  const int units = table.units();
-  for (int i = 1; i <= kLanes; ++i) largest[units + i] = kInfinity;
-  largest[units] = 0;
-  for (int start = units - 1; start >= 0; --start) {
-    const double* row = table.row(start);
-    const double* after = largest + start + 1;
-    const int entries = table.row_lanes(start);
-    Lanes least;
-    fill(least, kInfinity);
-    for (int i = 0; i < entries; i += kLanes) {
-      Lanes cost, rest;
-      load(cost, row + i), load(rest, after + i);
-      const Lanes larger = cost > rest ? cost : rest;
-      least = larger < least ? larger : least;
-    }
-    largest[start] = smallest(least);
+int first_length(const CostTable& table, double limit, int start, double sum, const double* after, int& guess) {
+  const double* row = table.row(start);
+  int length = table.window(start, limit, guess);
+  if (length > table.row_length(start)) length = table.row_length(start);
+  while (!(row[length - 1] <= limit && row[length - 1] + after[start + length] == sum)) {
+    --length;
+    assert(length > 0);
   }
+  return length;
 }
 
 Path best_path(const CostTable& table, double limit, const double* suffix) {
   Path path;
   path.sum = suffix[0];
   int guess = table.row_blocks(0);
-  for (int start = 0; start < table.units();) {
-    const double* row = table.row(start);
-    int length = table.window(start, limit, guess);
-    if (length > table.row_length(start)) length = table.row_length(start);
-    while (!(row[length - 1] <= limit && row[length - 1] + suffix[start + length] == suffix[start])) {
-      --length;
-      assert(length > 0);
-    }
-    if (row[length - 1] > path.largest) path.largest = row[length - 1];
-    path.lengths.push_back(length);
-    start += length;
+  for (int start = 0; start < table.units(); start += path.lengths.back()) {
+    path.lengths.push_back(first_length(table, limit, start, suffix[start], suffix, guess));
+    path.largest = std::max(path.largest, table.row(start)[path.lengths.back() - 1]);
   }
   return path;
 }

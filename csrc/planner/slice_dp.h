@@ -13,17 +13,26 @@ inline size_t padded(int units) { return size_t(units) + 1 + kLanes; }
 // suffix[i] = smallest sum of costs that slices [i, units); infinity where impossible.
 void suffix_sums(const CostTable& table, double limit, double* suffix);
 
+// One slice more: suffix[i] = smallest cost of a first slice [i, j) plus after[j].
+void add_slice_to_sums(const CostTable& table, double limit, const double* after, double* suffix);
+
 // prefix[i] = smallest sum of costs that slices [0, i).
 void prefix_sums(const CostTable& table, double limit, double* prefix);
 
 // largest[i] = smallest possible largest cost that slices [i, units).
 void suffix_bottlenecks(const CostTable& table, double* largest);
 
+// One slice more: largest[i] = smallest possible maximum of a first slice [i, j) and after[j].
+void add_slice_to_bottlenecks(const CostTable& table, const double* after, double* largest);
+
 // A slicing and what it costs: sum as the dynamic program adds it, from the last slice to the first.
 struct Path {
   std::vector<int> lengths;
   double sum = 0, largest = 0;
 };
+
+// The longest slice of cost <= limit from `start` with cost + after[its end] == sum, which must exist.
+int first_length(const CostTable& table, double limit, int start, double sum, const double* after, int& guess);
 
 // The slicing behind suffix[0]; the longest first slices where several are equally good.
 Path best_path(const CostTable& table, double limit, const double* suffix);

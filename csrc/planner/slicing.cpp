@@ -13,6 +13,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "planner/knapsack.h"
+
 namespace terapipe::planner {
 namespace {
 
