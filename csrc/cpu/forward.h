@@ -115,25 +115,29 @@ template <class Core> struct Forward {
   }
 
   static void walk(const Walk& w, const Memory& memory) {
+    constexpr int64_t chunks = forward_key_tile / key_chunk;
     const AttentionShape& shape = w.params.shape;
     const auto k_view = Core::rows_view(memory.k, memory.depth);
     const auto v_view = Core::columns_view(memory.v, forward_key_tile);
-    const int64_t rows_a_panel = (forward_key_tile + memory.panels - 1) / memory.panels;
+    // Rows of the next tile to prefetch with each chunk of scores: a few at a time, or the line fill buffers stall the products.
+    const int64_t share = (forward_key_tile + memory.panels * chunks - 1) / (memory.panels * chunks);
     for (int64_t tile = w.first_key / forward_key_tile * forward_key_tile; tile < w.end_key; tile += forward_key_tile) {
       const int64_t count = keys_in_tile(w, tile);
       Core::pack_rows(memory.k, w.k, tile, count, forward_key_tile, shape.head_dim);
       const bool bad = Core::pack_columns(memory.v, w.v, tile, count, forward_key_tile, shape.value_head_dim);
       for (int64_t panel = 0; panel < memory.panels; ++panel) {
-        const int64_t next = tile + forward_key_tile + panel * rows_a_panel;
-        prefetch_rows(w.k, next, next + rows_a_panel, w.end_key, shape.head_dim);
-        prefetch_rows(w.v, next, next + rows_a_panel, w.end_key, shape.value_head_dim);
         const PanelIntervals& interval = memory.intervals[panel];
         const KeyRange range = KeyRange::of(interval, tile);
         const int64_t keys = range.end - range.begin;
         if (keys == 0) continue;
         float* scores = memory.scores + range.begin * L;
-        Core::template multiply<Update::store>(scores, L, k_view.rows_from(range.begin), memory.q + panel * memory.depth * L, L, keys,
-                                               memory.depth);
+        for (int64_t chunk = range.begin; chunk < range.end; chunk += key_chunk) {
+          const int64_t next = tile + forward_key_tile + (panel * chunks + chunk / key_chunk) * share;
+          prefetch_rows(w.k, next, next + share, w.end_key, shape.head_dim);
+          prefetch_rows(w.v, next, next + share, w.end_key, shape.value_head_dim);
+          Core::template multiply<Update::store>(memory.scores + chunk * L, L, k_view.rows_from(chunk), memory.q + panel * memory.depth * L, L,
+                                                 key_chunk, memory.depth);
+        }
         prepare_scores(w, interval, tile, range, memory.scores);
         Element* p = memory.p + range.begin * L;
         const bool rescale =

@@ -39,8 +39,10 @@ PLANNER_CLONES bool block_minima_of(const double* row, int entries, double* mini
   for (int i = 0; i < entries; i += CostTable::kBlock) {
     Lanes a, b;
     load(a, row + i);
-    if (i + kLanes < entries) load(b, row + i + kLanes);
-    else b = a;
+    if (i + kLanes < entries)
+      load(b, row + i + kLanes);
+    else
+      b = a;
     const auto fine = (a >= zero) & (b >= zero);
     int64_t all = -1;
     for (int lane = 0; lane < kLanes; ++lane) all &= fine[lane];

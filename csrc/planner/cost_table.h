@@ -21,7 +21,7 @@ struct CostCurve {
 };
 
 class CostTable {
-public:
+ public:
   static constexpr int kBlock = 2 * kLanes;
 
   explicit CostTable(const CostCurve& curve);
@@ -35,8 +35,8 @@ public:
   const double* block_minima(int start) const { return minima_.data() + block_offset_[start]; }
   int row_blocks(int start) const { return (units_ - start + kBlock - 1) / kBlock; }
 
-  // How many entries of the row, in whole lanes, hold every cost up to `limit`. `guess` is where to begin to look, in blocks, and is updated;
-  // rows next to each other have windows of about the same size.
+  // How many entries of the row, in whole lanes, hold every cost up to `limit`. `guess` is where to begin to look, in blocks, and is
+  // updated; rows next to each other have windows of about the same size.
   int window(int start, double limit, int& guess) const {
     const double* minima = block_minima(start);
     const int blocks = row_blocks(start);
@@ -48,7 +48,7 @@ public:
     return entries < most ? entries : most;
   }
 
-private:
+ private:
   struct Free {
     void operator()(double* p) const { std::free(p); }
   };

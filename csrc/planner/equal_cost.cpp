@@ -1,5 +1,5 @@
-// planner/equal_cost.cpp: minimise the largest slice, then the sum. With a fixed number of slices both are layered dynamic programs, one layer
-// a slice, O(count * units^2); nothing assumes monotone costs. `slicing.h` says who wants it.
+// planner/equal_cost.cpp: minimise the largest slice, then the sum. With a fixed number of slices both are layered dynamic programs, one
+// layer a slice, O(count * units^2); nothing assumes monotone costs. `slicing.h` says who wants it.
 #include <algorithm>
 #include <limits>
 #include <stdexcept>

@@ -1,6 +1,7 @@
 // planner/knapsack.h: which micro sizes fill a batch, given the smallest cost of one micro of each size. O(batch * kinds).
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "planner/lanes.h"
@@ -8,7 +9,7 @@
 namespace terapipe::planner {
 
 class Knapsack {
-public:
+ public:
   Knapsack(std::vector<int> sizes, int batch) : sizes_(std::move(sizes)), cost_(size_t(batch) + 1), choice_(size_t(batch) + 1) {}
 
   // Smallest sum of `costs` over counts with sum of sizes = batch. Ties go to the size that is listed first.
@@ -49,7 +50,7 @@ public:
     return fewest;
   }
 
-private:
+ private:
   std::vector<int> sizes_;
   std::vector<double> cost_;
   std::vector<int> choice_;

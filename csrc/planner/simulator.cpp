@@ -39,7 +39,8 @@ bool FlatSchedule::resolve() {
   }
   // The index is a dense array; a schedule so sparse that it would not fit is left to the twin. Products stay below 2^63 step by step.
   const int64_t most = 64 * int64_t(actions_.size()) + 4096;
-  if (stages_ > most || micros_ > most || slices_ > most || stages_ * 4 * micros_ > most || stages_ * 4 * micros_ * slices_ > most) return false;
+  if (stages_ > most || micros_ > most || slices_ > most || stages_ * 4 * micros_ > most || stages_ * 4 * micros_ * slices_ > most)
+    return false;
   index_.assign(size_t(stages_ * 4 * micros_ * slices_), kNone);
   std::vector<int32_t> stage_rank(size_t(stages_), kNone);
   for (int32_t i = 0; i < size(); ++i) {
@@ -78,8 +79,7 @@ bool FlatSchedule::resolve() {
     if (kind != Kind::forward) own_need_[at] = needed(find(stage, Kind::forward, micro, slice));
     const int32_t before = stage - step, next = stage + step;
     if (before >= 0 && before < stages_) {
-      other_need_[at] =
-          needed(kind == Kind::forward ? find(before, Kind::forward, micro, slice) : gradient_action(before, micro, slice));
+      other_need_[at] = needed(kind == Kind::forward ? find(before, Kind::forward, micro, slice) : gradient_action(before, micro, slice));
       takes_[at] = stage_rank[size_t(before)] != rank_of(i);
     }
     if (next >= 0 && next < stages_ && stage_rank[size_t(next)] != rank_of(i)) {
@@ -110,8 +110,10 @@ PutGates put_gates(const FlatSchedule& schedule, const std::vector<int32_t>& slo
     int32_t& gate = gates.gate[size_t(i)];
     if (slots[size_t(link)] == 0) { // a rendezvous: once the receiver has left the action before the one that takes it
       const int32_t taker = schedule.receiver(i);
-      if (taker == FlatSchedule::missing) gate = FlatSchedule::missing;
-      else if (taker > schedule.first(schedule.rank_of(taker))) gate = taker - 1;
+      if (taker == FlatSchedule::missing)
+        gate = FlatSchedule::missing;
+      else if (taker > schedule.first(schedule.rank_of(taker)))
+        gate = taker - 1;
       continue;
     }
     int32_t& previous = last[size_t(link)][size_t(slot[size_t(i)])];
@@ -129,7 +131,8 @@ PutGates put_gates(const FlatSchedule& schedule, const std::vector<int32_t>& slo
   return gates;
 }
 
-template <typename Time> SimulatedTimes<Time> simulate(const FlatSchedule& schedule, const SimulatedCosts<Time>& costs, const PutGates* gates) {
+template <typename Time>
+SimulatedTimes<Time> simulate(const FlatSchedule& schedule, const SimulatedCosts<Time>& costs, const PutGates* gates) {
   const size_t count = size_t(schedule.size()), ranks = size_t(schedule.ranks());
   SimulatedTimes<Time> times;
   times.start.resize(count), times.end.resize(count), times.flight_start.resize(count), times.flight_end.resize(count);

@@ -1,7 +1,7 @@
 // planner/simulator.h: runs a schedule on the clock; the twin of python/terapipe/schedule/simulate_reference.py, with equal results.
 //
-// A rank runs its list in order; an action starts when the rank is free and its inputs have arrived; a put starts when the action ends and, if
-// its slot is still held, waits for it with the rank idle; a transfer then occupies its link and arrives a latency later. O(actions).
+// A rank runs its list in order; an action starts when the rank is free and its inputs have arrived; a put starts when the action ends and,
+// if its slot is still held, waits for it with the rank idle; a transfer then occupies its link and arrives a latency later. O(actions).
 // Arrays have one entry an action, rank after rank in the order of the lists. `Time` is int64 (exact) or double.
 // Trap: only regular schedules are taken (each action once, no stage missing or on two ranks); for others the Python twin explains.
 #pragma once
@@ -29,7 +29,7 @@ inline constexpr int32_t kNone = -1;
 
 // A schedule with its needs and transfers resolved to indices.
 class FlatSchedule {
-public:
+ public:
   FlatSchedule(std::vector<ScheduledAction> actions, const std::vector<int32_t>& rank_lengths);
 
   bool regular() const { return regular_; }
@@ -37,11 +37,11 @@ public:
   int32_t size() const { return int32_t(actions_.size()); }
 
   const ScheduledAction& action(int32_t index) const { return actions_[size_t(index)]; }
-  int32_t first(int32_t rank) const { return first_[size_t(rank)]; }            // of a rank's actions; first(ranks()) is the end
+  int32_t first(int32_t rank) const { return first_[size_t(rank)]; } // of a rank's actions; first(ranks()) is the end
   int32_t rank_of(int32_t index) const { return rank_of_[size_t(index)]; }
-  int32_t find(int32_t stage, Kind kind, int32_t micro, int32_t slice) const;   // kNone if there is none
-  int32_t gradient_action(int32_t stage, int32_t micro, int32_t slice) const;   // I where the backward is split, else B
-  int32_t last_backward(int32_t stage, int32_t micro, int32_t slice) const;     // W where the backward is split, else B
+  int32_t find(int32_t stage, Kind kind, int32_t micro, int32_t slice) const; // kNone if there is none
+  int32_t gradient_action(int32_t stage, int32_t micro, int32_t slice) const; // I where the backward is split, else B
+  int32_t last_backward(int32_t stage, int32_t micro, int32_t slice) const;   // W where the backward is split, else B
 
   // What an action needs; `missing` if it is not in the schedule, kNone if there is no such need.
   static constexpr int32_t missing = -2;
@@ -53,7 +53,7 @@ public:
   const std::vector<int32_t>& link_of() const { return link_of_; }   // that an action puts its output on, or kNone
   int32_t receiver(int32_t index) const { return receiver_[size_t(index)]; } // the action that takes what `index` puts, or missing
 
-private:
+ private:
   bool resolve();
   int64_t cell(int32_t stage, Kind kind, int32_t micro, int32_t slice) const {
     return ((int64_t(stage) * 4 + int64_t(kind)) * micros_ + micro) * slices_ + slice;
@@ -82,12 +82,13 @@ template <typename Time> struct SimulatedCosts {
 };
 
 template <typename Time> struct SimulatedTimes {
-  bool finished = false; // false: the ranks wait for each other
+  bool finished = false;                                  // false: the ranks wait for each other
   std::vector<Time> start, end, flight_start, flight_end; // flights are meaningful where an action puts
   Time makespan = 0;
 };
 
-template <typename Time> SimulatedTimes<Time> simulate(const FlatSchedule& schedule, const SimulatedCosts<Time>& costs, const PutGates* gates);
+template <typename Time>
+SimulatedTimes<Time> simulate(const FlatSchedule& schedule, const SimulatedCosts<Time>& costs, const PutGates* gates);
 
 // What a rank holds over time: from the start of an F to the end of its last backward. size: a slice's, at its F action; nullptr: 1.
 template <typename Time, typename Size> struct LiveSteps {

@@ -1,11 +1,11 @@
 // planner/slicing.cpp: the search over t_max, the largest slice allowed.
 //
-// S(t_max), the smallest sum with slices <= t_max, never grows with t_max. One evaluation at t_max (a dynamic program for each kind of micro
-// and a knapsack) gives S and the true largest slice m, and S is constant on [m, t_max], whose best answer is m: the range is done. What is left
-// are open intervals between evaluations. An answer in (low, high) costs at least S(high) + fill * t for its t, so an interval that cannot
-// beat the best answer is dropped, and its upper end lowered to where it can. Of what remains, those slices are collected that can be the
-// largest of a better answer (prefix + slice + suffix + fill * slice < best); the search recurses on their median. Nothing assumes that costs
-// are monotone or convex: noise only leaves more slices in the filter.
+// S(t_max), the smallest sum with slices <= t_max, never grows with t_max. One evaluation at t_max (a dynamic program for each kind of
+// micro and a knapsack) gives S and the true largest slice m, and S is constant on [m, t_max], whose best answer is m: the range is done.
+// What is left are open intervals between evaluations. An answer in (low, high) costs at least S(high) + fill * t for its t, so an interval
+// that cannot beat the best answer is dropped, and its upper end lowered to where it can. Of what remains, those slices are collected that
+// can be the largest of a better answer (prefix + slice + suffix + fill * slice < best); the search recurses on their median. Nothing
+// assumes that costs are monotone or convex: noise only leaves more slices in the filter.
 #include "planner/slicing.h"
 
 #include <algorithm>
@@ -29,10 +29,10 @@ struct Interval {
 };
 
 class Search {
-public:
+ public:
   Search(const std::vector<MicroKind>& kinds, int batch, double fill)
-      : kinds_(kinds), batch_(batch), fill_(fill), sizes_(sizes_of(kinds)), fewest_(Knapsack::fewest(sizes_, batch)), knapsack_(sizes_, batch),
-        sums_(kinds.size()), suffix_(kinds.size()), prefix_(kinds.size()) {
+      : kinds_(kinds), batch_(batch), fill_(fill), sizes_(sizes_of(kinds)), fewest_(Knapsack::fewest(sizes_, batch)),
+        knapsack_(sizes_, batch), sums_(kinds.size()), suffix_(kinds.size()), prefix_(kinds.size()) {
     for (size_t kind = 0; kind < kinds_.size(); ++kind) {
       suffix_[kind].resize(padded(kinds_[kind].table->units()));
       prefix_[kind].resize(padded(kinds_[kind].table->units()));
@@ -63,7 +63,7 @@ public:
     return best_;
   }
 
-private:
+ private:
   struct Range { // S is `sum` for every t_max from `largest` to the limit evaluated
     double sum, largest;
   };
@@ -154,15 +154,18 @@ private:
     const Range range = evaluate(limit);
     std::vector<Edge> lower, upper;
     for (const Edge& edge : edges) {
-      if (edge.cost > limit) upper.push_back(edge);
-      else if (edge.cost < range.largest && range.sum + fill_ * edge.cost < best_.cost) lower.push_back(edge);
+      if (edge.cost > limit)
+        upper.push_back(edge);
+      else if (edge.cost < range.largest && range.sum + fill_ * edge.cost < best_.cost)
+        lower.push_back(edge);
     }
     push(heap, std::move(upper));
     if (lower.empty()) return;
     measure_prefixes(limit);
     for (Edge& edge : lower) {
       const size_t kind = size_t(edge.kind);
-      edge.bound = std::max(edge.bound, edge_bound(edge.kind)(prefix_[kind][size_t(edge.start)], edge.cost, suffix_[kind][size_t(edge.end)]));
+      edge.bound =
+          std::max(edge.bound, edge_bound(edge.kind)(prefix_[kind][size_t(edge.start)], edge.cost, suffix_[kind][size_t(edge.end)]));
     }
     push(heap, std::move(lower));
   }
