@@ -1,7 +1,8 @@
-"""Builds tpkernels._core with CMake and ninja; everything else is in pyproject.toml.
+"""Builds tpkernels._core and terapipe._core with CMake and ninja; everything else is in pyproject.toml.
 
-CMake is the only place that lists sources and flags.  This file configures it in a build folder that is kept between in-place builds,
-limits the jobs by free memory (the SIMD kernels need about 1 GiB a compiler), and honours MAX_JOBS, CMAKE_ARGS and DEBUG.
+CMake is the only place that lists sources and flags. This file configures it in a build folder that is kept between
+in-place builds, limits the jobs by free memory (the SIMD kernels need about 1 GiB a compiler), and honours MAX_JOBS,
+CMAKE_ARGS and DEBUG.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ def parallel_jobs() -> int:
 
 
 class CMakeBuild(build_ext):
-    """setuptools asks for one extension; CMake puts it where setuptools expects it."""
+    """setuptools asks for two extensions; one run of CMake puts each where setuptools expects it."""
 
-    def build_extension(self, ext: Extension) -> None:
-        output = Path(self.get_ext_fullpath(ext.name)).resolve().parent
+    def build_extensions(self) -> None:
+        folders = {ext.name: Path(self.get_ext_fullpath(ext.name)).resolve().parent for ext in self.extensions}
         # One persistent folder for in-place builds (a rebuild is `ninja -C build/inplace`), a temporary one for wheels.
         build = ROOT / "build" / "inplace" if self.inplace or self.editable_mode else Path(self.build_temp).resolve()
         build.mkdir(parents=True, exist_ok=True)
@@ -46,14 +47,18 @@ class CMakeBuild(build_ext):
             *("cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"),
             f"-DCMAKE_BUILD_TYPE={'Debug' if os.environ.get('DEBUG') == '1' else 'Release'}",
             f"-DPython_EXECUTABLE={sys.executable}",
-            f"-DTERAPIPE_OUTPUT_DIR={output}",
+            f"-DTERAPIPE_OUTPUT_DIR={folders['tpkernels._core']}",
+            f"-DTERAPIPE_PLANNER_OUTPUT_DIR={folders['terapipe._core']}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
         for command in (configure, ["cmake", "--build", str(build), "--parallel", str(parallel_jobs())]):
             try:
                 subprocess.run(command, check=True)
             except (OSError, subprocess.CalledProcessError) as error:
-                raise SystemExit(f"terapipe: building {ext.name} failed in: {shlex.join(command)}\n{error}") from error
+                raise SystemExit(
+                    f"terapipe: building the extensions failed in: {shlex.join(command)}\n{error}"
+                ) from error
 
 
-setup(ext_modules=[Extension("tpkernels._core", sources=[])], cmdclass={"build_ext": CMakeBuild})
+EXTENSIONS = [Extension("tpkernels._core", sources=[]), Extension("terapipe._core", sources=[])]
+setup(ext_modules=EXTENSIONS, cmdclass={"build_ext": CMakeBuild})
