@@ -1,0 +1,231 @@
+"""Attention of one slice over its prefix on the CPU: our kernels, torch's SDPA and torch.matmul in the same run.
+
+Rows carry GFLOP/s (best of the rounds, the median beside it), with 4 * head_dim * query_heads * visible pairs
+operations forward and 2.5 times that backward, and the share of what torch.matmul of 1024^3 reaches in the same dtype
+and thread count, measured in between. Every shape's answer is checked against fp64 before it is timed.
+
+The one trap: rates halve now and then on a shared machine, so each round times every rival once and the best counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tpkernels import _core, testing
+from tpkernels.backends import AttentionCall
+from tpkernels.cpu import CpuBackend
+from tpkernels.mask import RawMask
+
+MATMUL = 1024
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A slice of `tokens` after `prefix`."""
+
+    tokens: int
+    prefix: int
+    head_dim: int
+    query_heads: int = 8
+    kv_heads: int = 8
+
+    @property
+    def keys(self) -> int:
+        """Prefix and slice."""
+        return self.prefix + self.tokens
+
+    @property
+    def forward_flops(self) -> float:
+        """Two products over the visible pairs."""
+        pairs = self.tokens * self.prefix + self.tokens * (self.tokens + 1) // 2
+        return 4.0 * self.head_dim * self.query_heads * pairs
+
+
+LENGTHS = ((2048, 0), (512, 1536), (256, 1792), (256, 7936))
+SHAPES = tuple(
+    Shape(tokens, prefix, head_dim, kv_heads=kv_heads)
+    for head_dim, kv_heads in ((64, 8), (128, 2))
+    for tokens, prefix in LENGTHS
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One shape, dtype and thread count. Rates in GFLOP/s; shares and speed-ups from the best times."""
+
+    threads: int
+    dtype: str
+    head_dim: int
+    heads: str
+    slice: int
+    prefix: int
+    matmul: float
+    forward: float
+    forward_median: float
+    forward_share: float
+    backward: float
+    backward_median: float
+    backward_share: float
+    sdpa_forward: float
+    sdpa_backward: float
+    forward_speedup: float
+    backward_speedup: float
+    isa_level: str
+
+
+def run(
+    shapes: Sequence[Shape] = SHAPES,
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32),
+    threads: Sequence[int] = (1, 2),
+    rounds: int = 12,
+) -> list[Row]:
+    """All rows; restores torch's thread count."""
+    before = torch.get_num_threads()
+    try:
+        rows = []
+        for count in threads:
+            torch.set_num_threads(count)
+            rows += [measure(shape, dtype, count, rounds) for dtype in dtypes for shape in shapes]
+        return rows
+    finally:
+        torch.set_num_threads(before)
+
+
+def measure(shape: Shape, dtype: torch.dtype, threads: int, rounds: int) -> Row:
+    """Checks, then times, one shape."""
+    check(shape, dtype)
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator).to(dtype)
+
+    a, b = normal(MATMUL, MATMUL), normal(MATMUL, MATMUL)
+    jobs: dict[str, Callable[[], object]] = {"matmul": lambda: a @ b}
+    q, dout = (normal(1, shape.tokens, shape.query_heads, shape.head_dim) for _ in range(2))
+    k, v = (normal(1, shape.keys, shape.kv_heads, shape.head_dim) for _ in range(2))
+    jobs |= _ours(shape, q, k, v, dout) | _sdpa(shape, q, k, v, dout)
+    seconds: dict[str, list[float]] = {name: [] for name in jobs}
+    for turn in range(rounds + 1):
+        for name, job in jobs.items():
+            start = time.perf_counter()
+            job()
+            if turn:  # the first turn warms up
+                seconds[name].append(time.perf_counter() - start)
+    flops = {name: shape.forward_flops * (2.5 if "backward" in name else 1.0) for name in jobs}
+    flops["matmul"] = 2.0 * MATMUL**3
+    best = {name: flops[name] / min(times) / 1e9 for name, times in seconds.items()}
+    median = {name: flops[name] / statistics.median(times) / 1e9 for name, times in seconds.items()}
+    return Row(
+        threads=threads,
+        dtype=str(dtype).removeprefix("torch."),
+        head_dim=shape.head_dim,
+        heads=f"{shape.query_heads}:{shape.kv_heads}",
+        slice=shape.tokens,
+        prefix=shape.prefix,
+        matmul=best["matmul"],
+        forward=best["forward"],
+        forward_median=median["forward"],
+        forward_share=best["forward"] / best["matmul"],
+        backward=best["backward"],
+        backward_median=median["backward"],
+        backward_share=best["backward"] / best["matmul"],
+        sdpa_forward=best["sdpa_forward"],
+        sdpa_backward=best["sdpa_backward"],
+        forward_speedup=best["forward"] / best["sdpa_forward"],
+        backward_speedup=best["backward"] / best["sdpa_backward"],
+        isa_level=_core.isa_level(),
+    )
+
+
+def check(shape: Shape, dtype: torch.dtype) -> None:
+    """AssertionError unless one KV head of the shape is within the tolerance rule of tpkernels.testing."""
+    case = testing.AttentionCase(
+        shape.tokens,
+        shape.prefix,
+        query_heads=shape.query_heads // shape.kv_heads,
+        kv_heads=1,
+        head_dim=shape.head_dim,
+        cached=False,
+    )
+    inputs = testing.make_inputs(case, dtype)
+    testing.check(testing.run(inputs, backend="cpu"), inputs)
+
+
+def _ours(
+    shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor
+) -> dict[str, Callable[[], object]]:
+    """Whole kernel calls, packing and the addition into fp32 accumulators included."""
+    backend = CpuBackend()
+    call = AttentionCall("cpu", q.dtype, shape.query_heads, shape.kv_heads, shape.head_dim, shape.head_dim)
+    assert backend.unusable() is None and backend.refuses(call) is None
+    out, dq = torch.empty_like(q), torch.empty_like(q)
+    lse = torch.empty(1, shape.query_heads, shape.tokens)
+    dk, dv = torch.zeros(k.shape), torch.zeros(v.shape)
+    scale = shape.head_dim**-0.5
+    mask = RawMask(True, -1, -1, None)
+
+    def forward() -> None:
+        backend.forward(
+            q,
+            k,
+            v,
+            out=out,
+            lse=lse,
+            start=shape.prefix,
+            mask=mask,
+            scale=scale,
+            softcap=0.0,
+            sinks=None,
+            deterministic=True,
+        )
+
+    def backward() -> None:
+        backend.backward(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            dsinks=None,
+            start=shape.prefix,
+            mask=mask,
+            scale=scale,
+            softcap=0.0,
+            sinks=None,
+            deterministic=True,
+        )
+
+    return {"forward": forward, "backward": backward}
+
+
+def _sdpa(
+    shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor
+) -> dict[str, Callable[[], object]]:
+    """torch's attention on the same values; with a prefix its causal mask has to be given as a tensor."""
+    group = shape.query_heads // shape.kv_heads
+    leaves = [x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
+    gradient = dout.transpose(1, 2)
+    mask = None
+    if shape.prefix:
+        mask = torch.ones(shape.tokens, shape.keys, dtype=torch.bool).tril(shape.prefix)
+    graph: list[torch.Tensor] = []
+
+    def forward() -> None:
+        settings: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": group > 1}
+        graph[:] = [F.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], **settings)]
+
+    def backward() -> None:
+        torch.autograd.grad(graph[0], leaves, gradient)
+
+    return {"sdpa_forward": forward, "sdpa_backward": backward}
