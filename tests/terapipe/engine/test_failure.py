@@ -46,7 +46,7 @@ def test_every_rank_names_the_origin_while_all_processes_live_on(run_scenario: C
         lines = result["stall"]["lines"]
         assert len(lines) == 1, lines
         stood = r"  rank 0: .*\n  rank 1: 1F0\.1 \(2 of 8\)\n  rank 2: "
-        assert re.match(rf"no progress on rank {rank} for 1 s:\n{stood}", lines[0]), lines
+        assert re.match(rf"no progress on rank {rank} for 2 s:\n{stood}", lines[0]), lines
     assert len({result["stall"]["loss"] for result in processes.results}) == 1
 
 

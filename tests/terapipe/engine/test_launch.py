@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -116,7 +117,9 @@ def launcher(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]
 
     def start(*words: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-c", LAUNCHER, "2", *_command(tmp_path, "time.sleep(60)", *words)]
-        started.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
+        # A test run in the background has SIGINT ignored, and would hand that on.
+        interruptible = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        started.append(subprocess.Popen(command, stderr=subprocess.DEVNULL, preexec_fn=interruptible))
         return started[-1]
 
     yield start

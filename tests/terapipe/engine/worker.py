@@ -176,7 +176,7 @@ def caught(rank: int, ranks: int) -> dict[str, Any]:
                 pipeline._loss_sum = lambda: _go_off("raise")  # type: ignore[method-assign, assignment, return-value]
         reports[failing, where] = _failure_of(pipeline, evaluate=where == "evaluate")
         if armed:
-            time.sleep(0.3)  # the origin stays alive while the others must already have stopped
+            time.sleep(0.1)  # the origin stays alive while the others must already have stopped
         dist.barrier()
     reports["between steps"] = between_steps(rank, ranks)
     with _pipeline(ranks) as pipeline:
@@ -257,7 +257,7 @@ def stall(rank: int, ranks: int) -> dict[str, Any]:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("terapipe").addHandler(handler)
-    with _pipeline(ranks, stall_seconds=1.2) as pipeline:
+    with _pipeline(ranks, stall_seconds=1.5) as pipeline:
         dist.barrier()
         if rank == 1:
             layer = next(iter(pipeline.layers().values()))
