@@ -1,13 +1,14 @@
 """terapipe._core: the planner's search and the schedule simulator in C++. Buffers are contiguous; formats in comments."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from typing_extensions import Buffer
 
 class CostTable:
     """t(length, start) of every slice, ready for searches; immutable."""
 
-    def __init__(self, values: Buffer) -> None: ...  # double [units, units], [start, length - 1]
+    def __init__(self, values: Any) -> None: ...  # double buffer [units, units], [start, length - 1]
     @staticmethod
     def from_curve(base: Buffer, *, constant: float, per_start: float, per_start_length: float) -> CostTable: ...
     @property

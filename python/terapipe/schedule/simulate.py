@@ -3,246 +3,256 @@
 The model is the engine's: a rank runs its list strictly in order; an action starts when the rank is free and its inputs
 have arrived; a put starts when the action ends and, if its slot is still held, waits for it with the rank idle; a
 transfer then occupies its link for its bytes' time and arrives a latency later, while the rank goes on. Nothing else
-costs time. Runs in O(actions); whole numbers stay whole. The trap: without `slots` a put never waits, which flatters
-schedules that run far ahead.
+costs time. Runs in O(actions), in C++ where all numbers are whole or floats (a schedule and a slot assignment are
+flattened once and kept), else in its Python twin, `simulate_reference`. The trap: without `slots` a put never waits,
+which flatters schedules that run far ahead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import math
+import weakref
+from array import array
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from functools import cached_property
-from numbers import Rational
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from terapipe.schedule.action import Action
-from terapipe.schedule.costs import Costs, LinkCost, LinkCosts, Seconds
-from terapipe.schedule.grid import schedule_error
+from terapipe.schedule.action import KINDS, Action
+from terapipe.schedule.costs import Costs, LinkCosts, Seconds
+from terapipe.schedule.prices import action_costs, link_price, mean_costs, occupancy
 from terapipe.schedule.schedule import Schedule
-from terapipe.schedule.slots import SlotAssignment, clock_order, releasing_action
-from terapipe.schedule.transfers import (
-    Transfer,
-    producers,
-    sending_action,
-    sent_by,
-    taken_by,
-    taking_action,
-)
+from terapipe.schedule.simulate_reference import simulate_reference
+from terapipe.schedule.simulation import Bubble, Flight, LiveSlices, Simulation
+from terapipe.schedule.slots import SlotAssignment
+from terapipe.schedule.transfers import Link, sent_by
 
+try:
+    from terapipe import _core
+except ImportError:  # a checkout that was not built: the twin gives the same numbers
+    _core = None  # type: ignore[assignment]
 
-class Flight(NamedTuple):
-    """One transfer on its link: when its put began and when it had arrived."""
+__all__ = ["Bubble", "Flight", "LiveSlices", "Simulation", "simulate", "simulate_reference"]
 
-    start_s: Seconds
-    end_s: Seconds
-
-
-class LiveSlices(NamedTuple):
-    """From `time_s` on, a rank holds the activations of `slices` slices (or their size, see `Simulation.live`)."""
-
-    time_s: Seconds
-    slices: Seconds
-
-
-@dataclass(frozen=True)
-class Bubble:
-    """Idle time of all ranks together, in seconds, and where it comes from. The three parts sum to `idle_s`.
-
-    warmup: what remains if every action took the mean of its kind and links were free. imbalance: what unequal slices
-    and stages add to that. communication: what links and full slots add.
-    """
-
-    warmup_s: Seconds
-    imbalance_s: Seconds
-    communication_s: Seconds
-    rank_time_s: Seconds  # ranks * makespan
-
-    @property
-    def idle_s(self) -> Seconds:
-        return self.warmup_s + self.imbalance_s + self.communication_s
-
-    @property
-    def share(self) -> float:
-        """Idle share of all ranks' time."""
-        return float(self.idle_s / self.rank_time_s) if self.rank_time_s else 0.0
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """When each action started and ended (a wait for a slot comes after its end), and each transfer's flight."""
-
-    schedule: Schedule
-    start: Mapping[Action, Seconds]
-    end: Mapping[Action, Seconds]
-    flights: Mapping[Transfer, Flight]
-    even: tuple[Seconds, Seconds]  # makespan with free links; the same with every action at the mean of its kind
-
-    @cached_property
-    def makespan(self) -> Seconds:
-        return max(self.end.values(), default=0)
-
-    def busy(self, rank: int) -> Seconds:
-        """Seconds in which `rank` runs an action."""
-        return sum(self.end[action] - self.start[action] for action in self.schedule[rank])
-
-    @cached_property
-    def bubble(self) -> Bubble:
-        ranks, (free_links, mean) = self.schedule.ranks, self.even
-        busy = sum(self.busy(rank) for rank in range(ranks))
-        # Unequal costs can also shorten the fill (a cheap first slice); then nothing is left to blame on them.
-        warmup = min(ranks * mean, ranks * free_links) - busy
-        return Bubble(
-            warmup_s=warmup,
-            imbalance_s=ranks * free_links - busy - warmup,
-            communication_s=ranks * (self.makespan - free_links),
-            rank_time_s=ranks * self.makespan,
-        )
-
-    def live(self, rank: int, size: Callable[[Action], Seconds] | None = None) -> tuple[LiveSlices, ...]:
-        """How many slices' activations `rank` holds over time: from the start of an F to the end of its last backward.
-
-        size: what one slice holds, a function of its F action (bytes, say); 1 if None.
-        """
-        total: Seconds = 0
-        steps = [LiveSlices(0, 0)]
-        for action in self.schedule[rank]:  # a rank's actions never overlap, so its list is in the order of time
-            held = Action(action.stage, "F", action.micro, action.slice)
-            amount = 1 if size is None else size(held)
-            if action.is_forward:
-                time, total = self.start[action], total + amount
-            elif action == self.schedule.last_backward(action.stage, action.micro, action.slice):
-                time, total = self.end[action], total - amount
-            else:
-                continue
-            steps.append(LiveSlices(time, total))
-        return tuple(steps)
-
-    def order(self) -> tuple[Action, ...]:
-        """All actions by the time they end: `assign_slots(schedule, order=...)` then never waits at these times."""
-        return tuple(sorted(clock_order(self.schedule), key=lambda action: self.end[action]))  # stable, so needs first
-
-    def peak_live(self, rank: int, size: Callable[[Action], Seconds] | None = None) -> Seconds:
-        return max(step.slices for step in self.live(rank, size))
+WHOLE, FLOAT = "q", "d"  # formats in which the core counts
+MOST_WHOLE, MOST_EXACT = 2**62, 2**53  # whole numbers fit an int64; whole numbers among floats are exact in a double
 
 
 def simulate(
-    schedule: Schedule, costs: Costs, *, links: LinkCosts | None = None, slots: SlotAssignment | None = None
+    schedule: Schedule,
+    costs: Costs | Sequence[Seconds],
+    *,
+    links: LinkCosts | None = None,
+    slots: SlotAssignment | None = None,
 ) -> Simulation:
     """Runs `schedule` on the clock.
 
-    costs: seconds of each action, a callable or a mapping. links: one cost for every link or one for each (free if
-    None). slots: the slots that puts wait for (no put waits if None). ScheduleError when it deadlocks.
+    costs: seconds of each action: a callable, a mapping, or an array with one number for each of `schedule.actions()`.
+    links: one cost for every link or one for each (free if None). slots: the slots that puts wait for (no put waits if
+    None). ScheduleError when it deadlocks.
     """
-    cost = {action: _cost(costs, action) for action in schedule.actions()}
-    run = _run(schedule, cost, links, slots)
-    free_links = run if links is None and slots is None else _run(schedule, cost, None, None)
-    mean_cost = _mean_by_kind(cost)
-    mean = free_links if mean_cost == cost else _run(schedule, mean_cost, None, None)
-    makespans = (max(free_links.end.values(), default=0), max(mean.end.values(), default=0))
-    return Simulation(schedule, run.start, run.end, run.flights, makespans)
+    values = action_costs(schedule, costs)
+    flat: _Flat | None = _FLAT.get(schedule, lambda: _flatten(schedule))
+    found = None if flat is None else _simulate_flat(schedule, flat, values, links, slots)
+    return found if found is not None else simulate_reference(schedule, values, links=links, slots=slots)
 
 
-def _cost(costs: Costs, action: Action) -> Seconds:
+class _Kept:
+    """What was made from an object, by its identity, as long as it lives. (Not in the object, which must pickle.)"""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[Any], Any]] = {}
+
+    def get(self, owner: Any, make: Callable[[], Any]) -> Any:
+        key = id(owner)
+        if key not in self._entries:
+            self._entries[key] = (weakref.ref(owner, lambda _: self._entries.pop(key, None)), make())
+        return self._entries[key][1]
+
+
+_FLAT, _GATES = _Kept(), _Kept()
+
+
+class _Flat(NamedTuple):
+    """A schedule as the core takes it."""
+
+    core: Any
+    actions: tuple[Action, ...]
+    kinds: tuple[str, ...]
+    links: tuple[Link, ...]
+    link_of: list[int]  # that each action puts on, or -1
+
+
+def _flatten(schedule: Schedule) -> _Flat | None:
+    """None if only the twin can run the schedule: an action twice, a stage on two ranks, another kind of action, ..."""
+    actions = tuple(schedule.actions())
+    if _core is None or not actions:
+        return None
+    stages, kinds, micros, slices = zip(*actions, strict=True)
+    if not {*kinds} <= {*KINDS}:
+        return None
     try:
-        value = costs(action) if callable(costs) else costs[action]
-    except (KeyError, IndexError):
-        raise ValueError(f"the costs have no entry for {action}") from None
-    if not 0 <= value < float("inf"):
-        raise ValueError(f"the cost of {action} must be a finite number of seconds from 0 up, got {value!r}")
-    return value
+        core = _core.FlatSchedule(
+            stages=array("i", stages),
+            kinds="".join(kinds).encode(),
+            micros=array("i", micros),
+            slices=array("i", slices),
+            rank_lengths=[len(order) for order in schedule.orders],
+        )
+    except OverflowError:  # an index beyond int32
+        return None
+    if not core.regular:
+        return None
+    return _Flat(core, actions, kinds, tuple(Link(*link) for link in core.links), core.link_of)
 
 
-def _mean_by_kind(cost: Mapping[Action, Seconds]) -> dict[Action, Seconds]:
-    kinds: dict[str, list[Seconds]] = {}
-    for action, value in cost.items():
-        kinds.setdefault(action.kind, []).append(value)
-    means = {}
-    for kind, values in kinds.items():
-        total = sum(values)
-        # equal costs have that cost as their mean, without a rounding error that would pass for imbalance
-        equal = all(value == values[0] for value in values)
-        exact = isinstance(total, Rational)
-        means[kind] = values[0] if equal else Fraction(total, len(values)) if exact else total / len(values)
-    return {action: means[action.kind] for action in cost}
+def _gates(flat: _Flat, slots: SlotAssignment) -> Any:
+    """What puts wait for; None if the slots are not of this schedule."""
+    puts: dict[Link, list[int]] = {link: [] for link in flat.links}
+    for index, number in enumerate(flat.link_of):
+        if number >= 0:
+            puts[flat.links[number]].append(index)
+    if {*puts} != {*slots.order}:
+        return None
+    slot_of = [0] * len(flat.actions)
+    for link, indices in puts.items():
+        transfers = slots.order[link]
+        ahead = 1 if link.direction == "F" else -1
+        sent = [(a.stage + ahead, a.micro, a.slice) for a in map(flat.actions.__getitem__, indices)]
+        if sent != [(t.stage, t.micro, t.slice) for t in transfers]:
+            return None
+        if slots.slots(link) > 0:
+            for index, transfer in zip(indices, transfers, strict=True):
+                slot_of[index] = slots.slot(transfer)
+    counts = [slots.slots(link) for link in flat.links]
+    return _core.PutGates(flat.core, slot=slot_of, slots=counts, resident=slots.resident)
 
 
-class _Run(NamedTuple):
-    start: dict[Action, Seconds]
-    end: dict[Action, Seconds]
-    flights: dict[Transfer, Flight]
+def _simulate_flat(
+    schedule: Schedule, flat: _Flat, values: list[Seconds], links: LinkCosts | None, slots: SlotAssignment | None
+) -> Simulation | None:
+    """None if the core cannot: numbers that are neither int nor float, slots of another schedule, a deadlock."""
+    gates = None
+    if slots is not None:
+        of, gates = _GATES.get(slots, lambda: (flat, _gates(flat, slots)))
+        if of is not flat:  # the same slots with an equal schedule
+            gates = _gates(flat, slots)
+        if gates is None:
+            return None
+    costs = _numbers(values)
+    free = None if costs is None else _run(flat, costs)
+    if costs is None or free is None:
+        return None
+    run: _CoreRun | None = free
+    if links is not None or gates is not None:
+        run = _run(flat, costs, None if links is None else _link_numbers(schedule, flat, links), gates)
+    mean = _mean_makespan(flat, values, free)
+    if run is None or mean is None:
+        return None
+    times, even = run.times, (free.times.makespan, mean)
+    return Simulation(schedule, times.start, times.end, times.flight_start, times.flight_end, even, run)
 
 
-def _run(
-    schedule: Schedule, cost: Mapping[Action, Seconds], links: LinkCosts | None, slots: SlotAssignment | None
-) -> _Run:
-    run = _Run({}, {}, {})
-    free_at: list[Seconds] = [0] * schedule.ranks  # when the rank can begin its next action
-    left_at: dict[Action, Seconds] = {}  # when the rank was done with the action, its put included
-    link_free: dict = {}
-    position = [0] * schedule.ranks
-    pending_put: list[Transfer | None] = [None] * schedule.ranks
-    blocked: dict[Action, list[int]] = {}  # action -> ranks to look at again once it has ended (or been left)
-    agenda = list(range(schedule.ranks))
+class _Numbers(NamedTuple):
+    """A list of numbers that the core can add up: in which format, and no whole number among them beyond `most`."""
 
-    def wait_for(action: Action, rank: int) -> None:
-        blocked.setdefault(action, []).append(rank)
-
-    def start_put(rank: int, action: Action, transfer: Transfer) -> bool:
-        gate: Action | None = None
-        if slots is not None and slots.slots(transfer.link) == 0:
-            taker, index = schedule.places[taking_action(schedule, transfer)]
-            gate = schedule[taker][index - 1] if index else None
-        elif slots is not None and (previous := slots.previous(transfer)) is not None:
-            gate = releasing_action(schedule, previous, resident=slots.resident)
-        if gate is not None and gate not in left_at:
-            wait_for(gate, rank)
-            return False
-        left = max(run.end[action], left_at[gate]) if gate is not None else run.end[action]
-        price = links[transfer.link] if isinstance(links, Mapping) else links or LinkCost()
-        begin = max(left, link_free.get(transfer.link, 0))
-        link_free[transfer.link] = begin + price.occupancy_s(transfer)
-        run.flights[transfer] = Flight(begin, link_free[transfer.link] + price.latency_s)
-        left_at[action] = left
-        return True
-
-    while agenda:
-        rank = agenda.pop()
-        while position[rank] < len(schedule[rank]):
-            action = schedule[rank][position[rank]]
-            if action not in run.end:
-                missing = next((need for need in producers(schedule, action) if need not in left_at), None)
-                if missing is not None:
-                    wait_for(missing, rank)
-                    break
-                arrived = taken_by(schedule, action)
-                start = free_at[rank] if arrived is None else max(free_at[rank], run.flights[arrived].end_s)
-                run.start[action], run.end[action] = start, start + cost[action]
-                pending_put[rank] = sent_by(schedule, action)
-            transfer = pending_put[rank]
-            if transfer is None:
-                left_at[action] = run.end[action]
-            elif not start_put(rank, action, transfer):
-                break
-            free_at[rank] = left_at[action]
-            position[rank] += 1
-            agenda += blocked.pop(action, [])
-    _refuse_deadlock(schedule, position, run)
-    return run
+    values: Sequence[Seconds]
+    format: str
+    most: int
 
 
-def _refuse_deadlock(schedule: Schedule, position: list[int], run: _Run) -> None:
-    stuck = [rank for rank in range(schedule.ranks) if position[rank] < len(schedule[rank])]
-    if not stuck:
-        return
-    lines = []
-    for rank in stuck:
-        action = schedule[rank][position[rank]]
-        transfer = sent_by(schedule, action)
-        if action in run.end and transfer is not None:
-            lines.append(f"  rank {rank} ran {sending_action(schedule, transfer)} and has no slot for {transfer}")
-        else:
-            needs = [str(need) for need in producers(schedule, action) if need not in run.end]
-            lines.append(f"  rank {rank} cannot run {action}: it waits for {' and '.join(needs) or 'a transfer'}")
-    marks = [schedule.places[schedule[rank][position[rank]]] for rank in stuck]
-    raise schedule_error(schedule, "\n".join(["the simulated ranks wait for each other:", *lines]), marks=marks)
+def _numbers(values: Sequence[Seconds]) -> _Numbers | None:
+    """None where a number is neither int nor float (a fraction, say)."""
+    types = {*map(type, values)}
+    if not all(issubclass(kind, (int, float)) for kind in types):
+        return None
+    if not any(issubclass(kind, float) for kind in types):
+        return _Numbers(values, WHOLE, max(map(abs, values), default=0))
+    if not any(issubclass(kind, int) for kind in types):
+        return _Numbers(values, FLOAT, 0)
+    return _Numbers(values, FLOAT, max(abs(value) for value in values if isinstance(value, int)))
+
+
+class _LinkNumbers(NamedTuple):
+    busy: _Numbers | None  # of each action's link
+    latency: _Numbers | None  # of each link
+
+
+def _link_numbers(schedule: Schedule, flat: _Flat, links: LinkCosts) -> _LinkNumbers:
+    prices = [link_price(links, link) for link in flat.links]
+    fixed: list[Seconds | None] = [None] * len(prices)  # for sizes that do not depend on the transfer, once a link
+    busy: list[Seconds] = [0] * len(flat.actions)
+    for index, link in enumerate(flat.link_of):
+        if link < 0:
+            continue
+        value = fixed[link]
+        if value is None:
+            transfer = sent_by(schedule, flat.actions[index])
+            assert transfer is not None
+            value = occupancy(prices[link], transfer)
+            if not callable(prices[link].bytes_of):
+                fixed[link] = value
+        busy[index] = value
+    return _LinkNumbers(_numbers(busy), _numbers([price.latency_s for price in prices]))
+
+
+class _CoreRun(NamedTuple):
+    """A run of the core; counts what its ranks hold."""
+
+    core: Any
+    times: Any
+
+    def live(self, rank: int, sizes: Sequence[Seconds] | None) -> tuple[LiveSlices, ...] | None:
+        found = self._count(self.times.live, rank, sizes)
+        return None if found is None else (LiveSlices(0, 0), *map(LiveSlices, *found))
+
+    def peak_live(self, rank: int, sizes: Sequence[Seconds] | None) -> Seconds | None:
+        return self._count(self.times.peak_live, rank, sizes)
+
+    def _count(self, count: Callable[..., Any], rank: int, sizes: Sequence[Seconds] | None) -> Any:
+        if sizes is None:
+            return count(self.core, rank)
+        numbers = _numbers(sizes)
+        format = None if numbers is None else _common_format(len(sizes), numbers)
+        return None if format is None else count(self.core, rank, array(format, sizes))
+
+
+def _run(flat: _Flat, costs: _Numbers, links: _LinkNumbers | None = None, gates: Any = None) -> _CoreRun | None:
+    busy, latency = links or (None, None)
+    if links is not None and (busy is None or latency is None):
+        return None
+    format = _common_format(len(flat.actions), *(numbers for numbers in (costs, busy, latency) if numbers is not None))
+    if format is None:
+        return None
+    run = _core.simulate_whole if format == WHOLE else _core.simulate_float
+    times = run(
+        flat.core,
+        costs=array(format, costs.values),
+        occupancy=None if busy is None else array(format, busy.values),
+        latency=None if latency is None else array(format, latency.values),
+        gates=gates,
+    )
+    return _CoreRun(flat.core, times) if times.finished else None
+
+
+def _common_format(actions: int, *lists: _Numbers) -> str | None:
+    """In which format the core gets what Python would, or None. No time exceeds `most` of each list on every action."""
+    format = FLOAT if any(numbers.format == FLOAT for numbers in lists) else WHOLE
+    whole = actions * sum(numbers.most for numbers in lists)
+    return format if whole < (MOST_EXACT if format == FLOAT else MOST_WHOLE) else None
+
+
+def _mean_makespan(flat: _Flat, values: list[Seconds], free: _CoreRun) -> Seconds | None:
+    """With free links and every action at the mean of its kind; the mean of whole numbers stays exact."""
+    means = mean_costs(flat.kinds, values)
+    if all(mean == value for mean, value in zip(map(means.__getitem__, flat.kinds), values, strict=True)):
+        return free.times.makespan
+    scale = math.lcm(*(mean.denominator for mean in means.values() if isinstance(mean, Fraction)))
+    if scale > 1 and any(isinstance(mean, float) for mean in means.values()):
+        return None
+    scaled = {kind: int(mean * scale) if isinstance(mean, int | Fraction) else mean for kind, mean in means.items()}
+    distinct = _numbers(list(scaled.values()))
+    assert distinct is not None
+    run = _run(flat, distinct._replace(values=[scaled[kind] for kind in flat.kinds]))
+    if run is None:
+        return None
+    return Fraction(run.times.makespan, scale) if scale > 1 else run.times.makespan
