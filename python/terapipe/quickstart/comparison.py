@@ -28,6 +28,7 @@ from terapipe.train.step_times import StepTime, measure
 
 SINGLE, THREADS, PIPELINE, SLICED = "single", "single_two_threads", "pipeline", "sliced"
 TIMELINES = 7
+BUDGET_S = 40.0  # of measured steps; a slow machine gets fewer of them
 LOSS_TOLERANCE = 1e-5  # fp32, relative: slices change the order of sums
 
 
@@ -75,6 +76,7 @@ def compare(config: TrainConfig, world: World, *, rounds: int) -> Comparison:
                 SLICED: sliced.step,
             },
             rounds=rounds,
+            budget_s=BUDGET_S,
         )
         return Comparison(
             times,

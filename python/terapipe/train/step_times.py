@@ -7,12 +7,15 @@ gives None and waits at the barrier, asleep. Times are those of rank 0; a pipeli
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
+
+LEAST_ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -31,24 +34,38 @@ class StepTime:
 
 
 def measure(
-    variants: Mapping[str, Callable[[], object] | None], *, rounds: int, warm_up: int = 2
+    variants: Mapping[str, Callable[[], object] | None], *, rounds: int, warm_up: int = 2, budget_s: float = math.inf
 ) -> dict[str, StepTime]:
     """Run every variant once a round, in an order that turns from round to round; the first `warm_up` rounds do not
-    count."""
+    count. Rounds are fewer (at least `LEAST_ROUNDS`) where the machine would need more than `budget_s` for them."""
     names = list(variants)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(warm_up + rounds):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
+    began = time.perf_counter()
+    number = 0
+    while number < warm_up + rounds:
+        for name in names[number % len(names) :] + names[: number % len(names)]:
             step = variants[name]
             barrier()
-            began = time.perf_counter()
+            started = time.perf_counter()
             if step is not None:
                 step()
             if number >= warm_up:
-                seconds[name].append(time.perf_counter() - began)
+                seconds[name].append(time.perf_counter() - started)
+        number += 1
+        if number == warm_up:
+            round_s = (time.perf_counter() - began) / warm_up
+            rounds = min(rounds, max(LEAST_ROUNDS, _agreed(int(budget_s / round_s) if budget_s < math.inf else rounds)))
     barrier()
     return {name: StepTime.of(times) for name, times in seconds.items()}
+
+
+def _agreed(value: int) -> int:
+    """Rank 0's value, on every rank."""
+    if not dist.is_available() or not dist.is_initialized():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def barrier() -> None:
