@@ -15,6 +15,7 @@ import json
 import logging
 import threading
 import time
+import traceback
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
@@ -40,6 +41,15 @@ class Failure:
 def words(cause: BaseException) -> str:
     """How a cause is reported."""
     return f"{type(cause).__name__}: {cause}"
+
+
+def let_go(cause: BaseException) -> None:
+    """Clear the local variables of the frames that `cause` came through.  Among them are the works of collectives, and
+    a work keeps its group's connections open, so that a rank which shares no pair with the origin would wait on."""
+    link: BaseException | None = cause
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__
 
 
 class PipelineError(RuntimeError):

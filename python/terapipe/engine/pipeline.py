@@ -30,7 +30,16 @@ from torch import Tensor, nn
 
 from terapipe.engine.batch import NO_TARGET, Batch
 from terapipe.engine.census import Tie, own_parameters, take_census
-from terapipe.engine.failure import BETWEEN_STEPS, STALL_SECONDS, Failure, FailureBoard, PipelineError, Watchdog, words
+from terapipe.engine.failure import (
+    BETWEEN_STEPS,
+    STALL_SECONDS,
+    Failure,
+    FailureBoard,
+    PipelineError,
+    Watchdog,
+    let_go,
+    words,
+)
 from terapipe.engine.interpreter import ActionError, RankProgram, forward_actions, key_of, one_over, run_together
 from terapipe.engine.loss import cross_entropy_sum
 from terapipe.engine.reduction import copy_tied_values, squared_norms, sum_tied_gradients
@@ -389,6 +398,8 @@ class Pipeline:
             origin = self._board.record(failure)
         error = PipelineError(origin, here=rank)
         self._broken = error
+        if origin.rank != rank:
+            let_go(cause)
         for program in self._programs:
             for stage in program.stages.values():
                 stage.discard()

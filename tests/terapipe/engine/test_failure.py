@@ -1,6 +1,6 @@
 """Failures: whatever happens on one rank, every rank stops within seconds and names the rank, the action and the cause.
 
-The limit is 10 s; these take well below one, and the tests ask for 5 s because the machine may be busy.
+The limit is 10 s. These take well below one; the tests ask for 8 s because the machine may be busy.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from worker import CAUGHT
 
 from terapipe.engine.failure import Failure, FailureBoard, PipelineError, Watchdog, words
 
-WITHIN_S = 5.0
+WITHIN_S = 8.0
 ACTION = {
     "forward": r"{}F0\.0",
     "evaluate": r"{}F0\.0",
     "backward": r"{}B0\.1",
-    "loss": r"2F0\.0",
+    "loss": r"3F0\.0",
     "reduction": "the gradient reduction",
 }
 
 
 @pytest.mark.timeout(90)
 def test_every_rank_names_the_origin_while_all_processes_live_on(run_scenario: Callable[..., Any]) -> None:
-    processes = run_scenario("caught", 3)
+    processes = run_scenario("caught", 4)  # with 4, some ranks share no connection
     assert processes.status == 0
     reports = [result["reports"] for result in processes.results]
     for failing, where in CAUGHT:
@@ -39,7 +39,7 @@ def test_every_rank_names_the_origin_while_all_processes_live_on(run_scenario: C
             assert report[failing, where]["at"] - raised_at < WITHIN_S, (failing, where, rank)
     assert {report["afterwards"] for report in reports} == {reports[0]["alone"]}
     origin = "rank 1 failed between steps: ZeroDivisionError: in the optimizer"
-    stopped = [f"rank 0 stopped because {origin}", "in the optimizer", f"rank 2 stopped because {origin}"]
+    stopped = ["in the optimizer" if rank == 1 else f"rank {rank} stopped because {origin}" for rank in range(4)]
     assert [report["between steps"] for report in reports] == stopped
     for rank, result in enumerate(processes.results):
         _check_starts(result["starts"], rank)
@@ -61,11 +61,11 @@ def _check_caught(report: dict[str, Any], rank: int, failing: int, where: str) -
 
 def _check_starts(heard: dict[str, str], rank: int) -> None:
     origin = "FileNotFoundError: no weights here"
-    stopped = f"PipelineError: rank {rank} stopped because rank 2 failed in building its layers: {origin}"
-    assert heard["factory"] == (origin if rank == 2 else stopped)
+    stopped = f"PipelineError: rank {rank} stopped because rank 3 failed in building its layers: {origin}"
+    assert heard["factory"] == (origin if rank == 3 else stopped)
     for what in ("plan", "hidden_size", "ties"):
-        assert heard[what].startswith(f"ValueError: rank 2 was given another {what} than rank 0; give every rank")
-    assert "the plan has 2 ranks but 3 processes were started; start 2 (torchrun" in heard["ranks"]
+        assert heard[what].startswith(f"ValueError: rank 3 was given another {what} than rank 0; give every rank")
+    assert "the plan has 3 ranks but 4 processes were started; start 3 (torchrun" in heard["ranks"]
     assert "ValueError: 0.weight and 3.weight are one tensor" in heard["shared"]
     wrong = "rank 0 failed in 0F0.0: LinkError: link 0->1 (activations): micro 0, slice 0 is torch.float32"
     assert wrong in heard["shapes"]

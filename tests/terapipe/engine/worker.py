@@ -141,15 +141,7 @@ def mixed_ties(ranks: int, **options: Any) -> dict[str, Tensor]:
 
 # ---- failures that are caught ----------------------------------------------------------------------------------------
 
-CAUGHT = [
-    (0, "forward"),
-    (1, "forward"),
-    (2, "forward"),
-    (0, "backward"),
-    (1, "backward"),
-    (2, "backward"),
-    (2, "loss"),
-]
+CAUGHT = [(0, "forward"), (1, "forward"), (3, "forward"), (0, "backward"), (2, "backward"), (3, "loss")]
 CAUGHT += [(1, "evaluate"), (0, "reduction"), (2, "reduction")]
 
 
