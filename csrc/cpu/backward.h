@@ -229,6 +229,7 @@ template <class Core> struct Backward {
     load_accumulator(memory.dk, params.dk, head, first_key, count, shape.head_dim);
     load_accumulator(memory.dv, params.dv, head, first_key, count, shape.value_head_dim);
 
+    const int64_t panels = n.tile_lanes / L, chunks = backward_key_tile / Core::gradient_keys;
     for (int64_t i = n.tiles - 1; i >= 0; --i) {
       QueryTile& tile = queries.tiles[i];
       if (tile.skipped(first_key, end_key)) continue;
@@ -236,10 +237,13 @@ template <class Core> struct Backward {
       const int64_t begin = lowest > 0 ? lowest / key_chunk * key_chunk : 0;
       const int64_t end = highest < backward_key_tile ? round_up(highest, key_chunk) : backward_key_tile;
       const int64_t stride = tile.panels * L;
-      prefetch(params, head, next_key_tile, n.tiles - 1 - i, n.tiles);
       for (int64_t panel = 0; panel < tile.panels; ++panel)
-        for (int64_t key = begin; key < end; key += Core::gradient_keys)
-          gradients(params, n, tile, panel, first_key, key, key + Core::gradient_keys < end ? key + Core::gradient_keys : end, stride, memory);
+        for (int64_t key = begin; key < end; key += Core::gradient_keys) {
+          prefetch(params, head, next_key_tile, ((n.tiles - 1 - i) * panels + panel) * chunks + key / Core::gradient_keys,
+                   n.tiles * panels * chunks);
+          gradients(params, n, tile, panel, first_key, key, key + Core::gradient_keys < end ? key + Core::gradient_keys : end, stride,
+                    memory);
+        }
       const auto p_view = Core::rows_view(memory.p_rows, stride).rows_from(begin);
       const auto ds_view = Core::rows_view(memory.ds_rows, stride).rows_from(begin);
       for (int64_t panel = 0; panel < n.value_panels; ++panel)
@@ -265,10 +269,11 @@ template <class Core> struct Backward {
     store_accumulator(params.dv, memory.dv, head, first_key, count, shape.value_head_dim);
   }
 
-  // Part `part` of `parts` of what the next key tile of this thread will read and write.
+  // Part `part` of `parts` of what the next key tile of this thread will read and write; few rows at a time, see Forward::walk.
   static void prefetch(const BackwardParams& params, HeadIndex head, int64_t key_tile, int64_t part, int64_t parts) {
     const AttentionShape& shape = params.shape;
     const int64_t share = (backward_key_tile + parts - 1) / parts, first = key_tile * backward_key_tile + part * share;
+    if (part * share >= backward_key_tile) return;
     const auto ask = [&](const TensorView& view, DType dtype, int64_t dim) {
       prefetch_rows(Rows::of(view, dtype, head.batch, head.kv_head, 1), first, first + share, shape.keys, dim);
     };

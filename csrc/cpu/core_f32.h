@@ -22,7 +22,7 @@ struct CoreF32 {
   static void wake() {}
   static constexpr bool lagging = false;
   static constexpr int64_t gradient_keys = 32; // keys of one panel between scores and elementwise work (backward)
-  static constexpr bool in_place = true; // probabilities overwrite the scores; dS serves as A and as B
+  static constexpr bool in_place = true;       // probabilities overwrite the scores; dS serves as A and as B
 
   // Rows form: row-major, depth contiguous. Columns form: blocks of 8 rows, [depth][8]: a transpose that costs a plain copy.
   struct View {

@@ -1,6 +1,6 @@
 // cpu/exponential.h: 2^x and tanh(x) on vectors of fp32, both NaN in, NaN out; exp2 gives exactly 1 at 0 and exactly 0 at -inf.
-// 2^x: polynomial in the fractional part, relative error 2e-9 (degree 6) or 9e-5 (degree 3, for bf16 probabilities) before rounding. Trap: a rescale factor
-// must be exactly 1 when the maximum did not move, or slicing would change bits; hence the constant term is exactly 1.
+// 2^x: polynomial in the fractional part, relative error 2e-9 (degree 6) or 9e-5 (degree 3, for bf16 probabilities) before rounding. Trap:
+// a rescale factor must be exactly 1 when the maximum did not move, or slicing would change bits; hence the constant term is exactly 1.
 #pragma once
 
 #include "simd.h"

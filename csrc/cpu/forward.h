@@ -65,6 +65,7 @@ template <class Core> struct Forward {
     int64_t first_key = shape.keys, end_key = 0;
     for (int64_t panel = 0; panel < memory.panels; ++panel) {
       const int64_t row = panel * L, count = memory.rows - row < L ? memory.rows - row : L;
+      prefetch_rows(q, first_token * group + row + L, first_token * group + row + 2 * L, end_token * group, shape.head_dim);
       Core::pack_lanes(memory.q + panel * memory.depth * L, q, first_token * group + row, count, shape.head_dim, sign);
       const PanelIntervals& interval = memory.intervals[panel] =
           panel_intervals(params.mask, head.batch, group, first_token, row, count, L, memory.lo + row, memory.hi + row);
@@ -102,8 +103,7 @@ template <class Core> struct Forward {
 
   // Softcap and mask of the scores [begin, end) of a panel; scores points at the tile's first key.
   static void prepare_scores(const Walk& w, const PanelIntervals& interval, int64_t tile, KeyRange range, float* scores) {
-    if (w.params.softcap > 0)
-      cap_scores(scores + range.begin * L, nullptr, (range.end - range.begin) * L, w.scale, w.params.softcap);
+    if (w.params.softcap > 0) cap_scores(scores + range.begin * L, nullptr, (range.end - range.begin) * L, w.scale, w.params.softcap);
     for (int64_t chunk = range.begin; chunk < range.end; chunk += key_chunk)
       if (!interval.full(tile + chunk, tile + chunk + key_chunk))
         mask_scores<L>(scores + chunk * L, key_chunk, int32_t(tile + chunk), interval.lo, interval.hi);
@@ -135,8 +135,8 @@ template <class Core> struct Forward {
           const int64_t next = tile + forward_key_tile + (panel * chunks + chunk / key_chunk) * share;
           prefetch_rows(w.k, next, next + share, w.end_key, shape.head_dim);
           prefetch_rows(w.v, next, next + share, w.end_key, shape.value_head_dim);
-          Core::template multiply<Update::store>(memory.scores + chunk * L, L, k_view.rows_from(chunk), memory.q + panel * memory.depth * L, L,
-                                                 key_chunk, memory.depth);
+          Core::template multiply<Update::store>(memory.scores + chunk * L, L, k_view.rows_from(chunk), memory.q + panel * memory.depth * L,
+                                                 L, key_chunk, memory.depth);
         }
         prepare_scores(w, interval, tile, range, memory.scores);
         Element* p = memory.p + range.begin * L;
@@ -172,6 +172,8 @@ template <class Core> struct Forward {
     const int64_t group = shape.group();
     const Rows out = Rows::of(params.out, shape.dtype, head.batch, head.kv_head, group);
     const float* o = memory.o + panel * memory.value_rows * L;
+    prefetch_rows(out, first_token * group + (panel + 1) * L, first_token * group + (panel + 2) * L, first_token * group + memory.rows,
+                  shape.value_head_dim);
     float inverse[L];
     const int64_t rows = memory.rows - panel * L < L ? memory.rows - panel * L : L;
     for (int64_t r = 0; r < L; ++r) {

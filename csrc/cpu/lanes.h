@@ -4,8 +4,8 @@
 
 #include "arena.h"
 #include "rows.h"
-#include "transpose.h"
 #include "tpk/tiling.h"
+#include "transpose.h"
 
 namespace tpk::cpu::TPK_NAMESPACE {
 namespace {
@@ -53,8 +53,7 @@ template <int Lanes> void unpack_lanes(const Rows& to, int64_t first, int64_t co
       transpose_16x16(block);
       for (int i = 0; i < 16; ++i) store(rows[i] + d, _mm512_castsi512_ps(block[i]) * splat(factor[lane + i]));
     }
-    for (int64_t i = 0; i < 16 && lane + i < count; ++i)
-      store_row(const_cast<char*>(to.row(first + lane + i)), rows[i], dim, to.dtype);
+    for (int64_t i = 0; i < 16 && lane + i < count; ++i) store_row(const_cast<char*>(to.row(first + lane + i)), rows[i], dim, to.dtype);
   }
 #else
   float row[256];

@@ -26,8 +26,7 @@ struct PackBf16 {
     return _mm512_maskz_mov_epi16(~is_bad, x);
   }
 
-  template <class Layout>
-  static void pack_rows(uint16_t* to, const Rows& from, int64_t first, int64_t count, int64_t padded, int64_t dim) {
+  template <class Layout> static void pack_rows(uint16_t* to, const Rows& from, int64_t first, int64_t count, int64_t padded, int64_t dim) {
     const int64_t width = round_up(dim, 32);
     for (int64_t r = 0; r < padded; ++r) {
       const uint16_t* row = r < count ? reinterpret_cast<const uint16_t*>(from.row(first + r)) : nullptr;

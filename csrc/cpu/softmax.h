@@ -90,7 +90,8 @@ bool restart(const float* s, typename Core::Element* probabilities, int64_t rows
 // Every decision is a lane's own, so a row does not depend on the rows beside it. Returns whether any alpha is not 1.
 // Core::lagging: the reference of the last tile is tried first, without a look at the maximum; scores must survive for the second try.
 template <class Core>
-bool online_softmax(const float* scores, typename Core::Element* probabilities, int64_t rows, float scale_log2, const RowStatistics& state) {
+bool online_softmax(const float* scores, typename Core::Element* probabilities, int64_t rows, float scale_log2,
+                    const RowStatistics& state) {
   bool rescale = false;
   for (int v = 0; v < 2; ++v) {
     const float* s = scores + v * vec_lanes;

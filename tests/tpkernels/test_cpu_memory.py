@@ -1,4 +1,4 @@
-"""What the CPU kernels read and write: any strides, NaN that must not spread, offsets beyond 32 bits, extreme logits."""
+"""What the CPU kernels read and write: any strides, NaN that must not spread, huge offsets, extreme logits."""
 
 from __future__ import annotations
 
