@@ -124,15 +124,11 @@ struct ThreadPool::State {
 namespace {
 
 std::atomic<ThreadPool*> current{nullptr};
-std::atomic<bool> exiting{false};
 
 void forget_after_fork() { current.store(nullptr); } // the parent's threads do not exist here; its memory is left alone
 
 struct AtExit {
-  ~AtExit() {
-    exiting.store(true);
-    delete current.exchange(nullptr);
-  }
+  ~AtExit() { delete current.exchange(nullptr); }
 };
 
 } // namespace

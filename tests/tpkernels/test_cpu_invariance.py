@@ -142,3 +142,19 @@ def test_dk_and_dv_of_unseen_keys_keep_their_bits(dtype):
     call.run()
     assert (call.dk[:, :550] == torch.tensor(0.1)).all() and (call.dk[:, 550:] != torch.tensor(0.1)).any()
     assert call.dv[:, :550].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_logits_that_rise_from_tile_to_tile(dtype):
+    """Rows whose maximum climbs by hundreds (and falls again), beside rows that stay flat: exact, and slicing-proof."""
+    case = AttentionCase(900, query_heads=2, kv_heads=1, head_dim=40, scale=1.0)
+    inputs = testing.make_inputs(case, dtype)
+    key = torch.arange(900)
+    inputs.k[0, :, 0, 0] = torch.where(key < 700, key * 0.5, (900 - key) * 0.25).to(dtype)
+    inputs.q[0, :, :, 0] = (key % 3 - 1)[:, None].to(dtype)  # falling, flat and rising logits side by side
+    inputs.q[0, :, :, 1:] *= 0.3
+    whole = testing.run(inputs, backend="cpu", deterministic=True, slices=[900])
+    testing.check(whole, inputs)
+    cut = dict(testing.run(inputs, backend="cpu", deterministic=True, slices=[300, 7, 593]).items())
+    for name in ("out", "lse", "dq"):
+        assert torch.equal(dict(whole.items())[name], cut[name]), name
