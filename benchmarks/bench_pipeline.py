@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from terapipe.engine import Batch
 
-RANKS, TOKENS, ROUNDS = 2, 2048, 10
+RANKS, TOKENS, ROUNDS = 2, 2048, 7
 SEQUENCES = (1, 4)
 LOSS_TOLERANCE = 1e-5
 

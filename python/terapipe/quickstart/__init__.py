@@ -19,7 +19,7 @@ from terapipe.train import config as configs
 from terapipe.train.config import TrainConfig
 
 RANKS = 2
-ROUNDS = 30  # measured steps of each variant
+ROUNDS = 20  # measured steps of each variant
 PROMPT = "def "
 
 

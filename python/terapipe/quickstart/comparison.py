@@ -27,7 +27,7 @@ from terapipe.train.optimizer import Optimizer
 from terapipe.train.step_times import StepTime, measure
 
 SINGLE, THREADS, PIPELINE, SLICED = "single", "single_two_threads", "pipeline", "sliced"
-TIMELINES = 7
+TIMELINES = 5
 BUDGET_S = 40.0  # of measured steps; a slow machine gets fewer of them
 LOSS_TOLERANCE = 1e-5  # fp32, relative: slices change the order of sums
 

@@ -240,12 +240,12 @@ def quickstart() -> TrainConfig:
         model=ModelSettings(preset="quickstart"),
         data=DataSettings(source="text", train=(stdlib_text(),)),
         parallel=ParallelSettings(slices=8),
-        optimizer=OptimizerSettings(learning_rate=4e-3, min_learning_rate=4e-4, warmup_steps=30),
-        steps=700,
+        optimizer=OptimizerSettings(learning_rate=3e-3, min_learning_rate=3e-4, warmup_steps=20),
+        steps=200,
         tokens=2048,
         device="cpu",
-        evaluate_sequences=24,
-        log_every=50,
+        evaluate_sequences=16,
+        log_every=20,
         run_dir=Path("runs/quickstart"),
     )
 
