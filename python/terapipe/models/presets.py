@@ -89,7 +89,7 @@ def quickstart() -> ModelConfig:
         ffn_hidden=1024,
         vocab=BYTE_VOCAB,
         max_tokens=2048,
-        initial_std=NARROW_STD,
+        initial_std=0.03,
     )
 
 
