@@ -33,7 +33,7 @@ Slicing equal_cost_slices(const CostTable& table, int count) {
     suffix_bottlenecks(table, now.data());
     if (now[0] > kNoLimit) throw std::invalid_argument(refusal);
     const double limit = now[0];
-    suffix_sums(table, limit, now.data());
+    suffix_sums(table, limit, all_starts(table), now.data());
     Path path = best_path(table, limit, now.data());
     return answer(std::move(path.lengths), path.sum, path.largest);
   }

@@ -3,22 +3,25 @@
 
 #include <algorithm>
 #include <cassert>
+#include <numeric>
 
 namespace terapipe::planner {
 
 namespace {
 
 void end_at(double* values, int units, double last) {
+  std::fill_n(values, padded(units), kInfinity);
   values[units] = last;
-  for (int i = 1; i <= kLanes; ++i) values[units + i] = kInfinity;
 }
 
 // `after` may be `suffix` itself: positions behind `start` are final when `start` is computed.
-PLANNER_CLONES void sum_rows(const CostTable& table, double limit, const double* after_positions, double* suffix) {
+PLANNER_CLONES void sum_rows(const CostTable& table, double limit, const std::vector<int>& starts, const double* after_positions,
+                             double* suffix) {
   Lanes infinity, bound;
   fill(infinity, kInfinity), fill(bound, limit);
   int guess = 0;
-  for (int start = table.units() - 1; start >= 0; --start) {
+  for (size_t next = starts.size(); next-- > 0;) {
+    const int start = starts[next];
     const double* row = table.row(start);
     const double* after = after_positions + start + 1;
     const int entries = table.window(start, limit, guess);
@@ -60,14 +63,20 @@ PLANNER_CLONES void bottleneck_rows(const CostTable& table, const double* after_
 
 } // namespace
 
-void suffix_sums(const CostTable& table, double limit, double* suffix) {
+std::vector<int> all_starts(const CostTable& table) {
+  std::vector<int> starts(size_t(table.units()));
+  std::iota(starts.begin(), starts.end(), 0);
+  return starts;
+}
+
+void suffix_sums(const CostTable& table, double limit, const std::vector<int>& starts, double* suffix) {
   end_at(suffix, table.units(), 0);
-  sum_rows(table, limit, suffix, suffix);
+  sum_rows(table, limit, starts, suffix, suffix);
 }
 
 void add_slice_to_sums(const CostTable& table, double limit, const double* after, double* suffix) {
   end_at(suffix, table.units(), kInfinity);
-  sum_rows(table, limit, after, suffix);
+  sum_rows(table, limit, all_starts(table), after, suffix);
 }
 
 void suffix_bottlenecks(const CostTable& table, double* largest) {
@@ -80,14 +89,14 @@ void add_slice_to_bottlenecks(const CostTable& table, const double* after, doubl
   bottleneck_rows(table, after, largest);
 }
 
-PLANNER_CLONES void prefix_sums(const CostTable& table, double limit, double* prefix) {
+PLANNER_CLONES void prefix_sums(const CostTable& table, double limit, const std::vector<int>& starts, double* prefix) {
   const int units = table.units();
   Lanes infinity, bound;
   fill(infinity, kInfinity), fill(bound, limit);
   for (int i = 1; i <= units + kLanes; ++i) prefix[i] = kInfinity;
   prefix[0] = 0;
   int guess = table.row_blocks(0);
-  for (int start = 0; start < units; ++start) {
+  for (const int start : starts) {
     if (prefix[start] == kInfinity) continue;
     const double* row = table.row(start);
     double* after = prefix + start + 1;
@@ -126,13 +135,18 @@ Path best_path(const CostTable& table, double limit, const double* suffix) {
   return path;
 }
 
-PLANNER_CLONES void collect_edges(const CostTable& table, const EdgeQuery& query, const double* prefix, const double* suffix,
-                                  std::vector<Edge>& edges) {
+PLANNER_CLONES bool collect_edges(const CostTable& table, const EdgeQuery& query, const std::vector<int>& starts, const double* prefix,
+                                  const double* suffix, std::vector<Edge>& edges) {
+  const size_t before_all = edges.size();
   Lanes above, below;
   fill(above, query.above), fill(below, query.below);
   const EdgeBound& bound = query.bound;
   int guess = table.row_blocks(0);
-  for (int start = 0; start < table.units(); ++start) {
+  for (const int start : starts) {
+    if (edges.size() - before_all > query.most) {
+      edges.resize(before_all);
+      return false;
+    }
     if (!(bound(prefix[start], query.above, 0) < query.best)) continue;
     const double* row = table.row(start);
     const double* after = suffix + start + 1;
@@ -151,6 +165,7 @@ PLANNER_CLONES void collect_edges(const CostTable& table, const EdgeQuery& query
           if (keep[lane]) edges.push_back({cost[lane], total[lane], start, start + 1 + i + lane, query.kind});
     }
   }
+  return true;
 }
 
 } // namespace terapipe::planner

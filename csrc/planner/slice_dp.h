@@ -1,5 +1,6 @@
 // planner/slice_dp.h: the dynamic programs over one cost table, each one pass over the triangle and O(units^2).
-// All take only slices of cost <= limit. Arrays have one number a position 0 .. units and kLanes infinities behind them (`padded`).
+// All take only slices of cost <= limit and, where `starts` are given (ascending), slices that begin at one of them; other positions get
+// infinity. Arrays have one number a position 0 .. units and kLanes infinities behind them (`padded`).
 #pragma once
 
 #include <vector>
@@ -10,14 +11,16 @@ namespace terapipe::planner {
 
 inline size_t padded(int units) { return size_t(units) + 1 + kLanes; }
 
+std::vector<int> all_starts(const CostTable& table); // 0 .. units - 1
+
 // suffix[i] = smallest sum of costs that slices [i, units); infinity where impossible.
-void suffix_sums(const CostTable& table, double limit, double* suffix);
+void suffix_sums(const CostTable& table, double limit, const std::vector<int>& starts, double* suffix);
 
 // One slice more: suffix[i] = smallest cost of a first slice [i, j) plus after[j].
 void add_slice_to_sums(const CostTable& table, double limit, const double* after, double* suffix);
 
 // prefix[i] = smallest sum of costs that slices [0, i).
-void prefix_sums(const CostTable& table, double limit, double* prefix);
+void prefix_sums(const CostTable& table, double limit, const std::vector<int>& starts, double* prefix);
 
 // largest[i] = smallest possible largest cost that slices [i, units).
 void suffix_bottlenecks(const CostTable& table, double* largest);
@@ -49,12 +52,15 @@ struct EdgeBound {
   double operator()(double before, double cost, double after) const { return repeats * (before + cost + after) + rest + fill * cost; }
 };
 
-// Appends every slice with above < cost < below whose bound is < best.
+// Appends every slice from one of the starts with above < cost < below whose bound is < best. False, with nothing appended, if there are
+// more than `most`.
 struct EdgeQuery {
   double above, below, best;
   EdgeBound bound;
   int kind;
+  size_t most;
 };
-void collect_edges(const CostTable& table, const EdgeQuery& query, const double* prefix, const double* suffix, std::vector<Edge>& edges);
+bool collect_edges(const CostTable& table, const EdgeQuery& query, const std::vector<int>& starts, const double* prefix,
+                   const double* suffix, std::vector<Edge>& edges);
 
 } // namespace terapipe::planner

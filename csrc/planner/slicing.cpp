@@ -20,6 +20,8 @@ namespace {
 
 // Evaluations between the two ends before the filter, geometrically spaced; and, in one interval, before its slices are collected.
 constexpr int kSeeds = 24, kDescents = 2;
+// One slice of so many of the triangle is collected at a time: handling them then costs about as much as an evaluation.
+constexpr size_t kShare = 256;
 
 double just_below(double value) { return std::nextafter(value, -kInfinity); }
 
@@ -32,10 +34,11 @@ class Search {
  public:
   Search(const std::vector<MicroKind>& kinds, int batch, double fill)
       : kinds_(kinds), batch_(batch), fill_(fill), sizes_(sizes_of(kinds)), fewest_(Knapsack::fewest(sizes_, batch)),
-        knapsack_(sizes_, batch), sums_(kinds.size()), suffix_(kinds.size()), prefix_(kinds.size()) {
+        knapsack_(sizes_, batch), sums_(kinds.size()), suffix_(kinds.size()), prefix_(kinds.size()), every_(kinds.size()) {
     for (size_t kind = 0; kind < kinds_.size(); ++kind) {
       suffix_[kind].resize(padded(kinds_[kind].table->units()));
       prefix_[kind].resize(padded(kinds_[kind].table->units()));
+      if (fewest_[kind] > 0) every_[kind] = all_starts(*kinds_[kind].table);
     }
     best_.cost = kInfinity;
   }
@@ -43,7 +46,7 @@ class Search {
   Slicing run() {
     const double bottleneck = smallest_largest();
     if (bottleneck == kInfinity) throw std::invalid_argument("no slicing is allowed: every one has a slice of infinite cost");
-    const Range top = evaluate(std::numeric_limits<double>::max());
+    const Range top = evaluate(std::numeric_limits<double>::max(), every_);
     Range previous = top;
     std::vector<Interval> open;
     if (fill_ > 0 && bottleneck < top.largest) {
@@ -53,7 +56,7 @@ class Search {
         limit *= ratio;
         const double at = seed == kSeeds ? bottleneck : limit;
         if (at >= previous.largest || at < bottleneck) continue;
-        const Range next = evaluate(at);
+        const Range next = evaluate(at, every_);
         open.push_back({at, previous.largest, previous.sum});
         previous = next;
       }
@@ -67,11 +70,17 @@ class Search {
   struct Range { // S is `sum` for every t_max from `largest` to the limit evaluated
     double sum, largest;
   };
-  struct Group { // slices that may be the largest of a better answer, in an open interval
+  struct Position { // where a slice of a better answer may begin
+    int start;
+    double bound; // on what answers cost that pass it, without the fill
+  };
+  struct Group { // slices that may be the largest of a better answer, in an open interval, and the positions that it may pass, by kind
     double bound;
     std::vector<Edge> edges;
+    std::vector<std::vector<Position>> positions;
     bool operator<(const Group& other) const { return bound > other.bound; } // a heap gives the smallest bound first
   };
+  using Starts = std::vector<std::vector<int>>; // by kind
 
   static std::vector<int> sizes_of(const std::vector<MicroKind>& kinds) {
     std::vector<int> sizes;
@@ -97,13 +106,14 @@ class Search {
     throw std::invalid_argument("no micro sizes of the table sum to the batch of " + std::to_string(batch_) + " sequences; add size 1");
   }
 
-  Range evaluate(double limit) {
+  Range evaluate(double limit, const Starts& starts) {
     ++best_.evaluations;
     for (size_t kind = 0; kind < kinds_.size(); ++kind) {
-      suffix_sums(*kinds_[kind].table, limit, suffix_[kind].data());
-      sums_[kind] = suffix_[kind][0];
+      if (fewest_[kind] > 0) suffix_sums(*kinds_[kind].table, limit, starts[kind], suffix_[kind].data());
+      sums_[kind] = fewest_[kind] > 0 ? suffix_[kind][0] : kInfinity;
     }
     const double sum = knapsack_.fill(sums_);
+    if (sum == kInfinity) return {sum, limit};
     const std::vector<int> counts = knapsack_.counts();
     std::vector<MicroSlices> micros;
     double largest = 0;
@@ -131,27 +141,44 @@ class Search {
       if (narrow(interval)) return;
       const double limit = just_below(interval.high);
       if (limit <= interval.low) return;
-      const Range range = evaluate(limit);
+      const Range range = evaluate(limit, every_);
       interval.high = range.largest, interval.sum = range.sum;
     }
     if (narrow(interval)) return;
-    // The suffixes in hand are those of the last evaluation, which allowed every slice of the interval.
+    // From the top down, as many slices at a time as stay in the cache; each evaluation tightens the bounds of those below it.
+    Starts starts = every_;
+    measure_prefixes(interval.high, starts); // the suffixes in hand are those of the last evaluation, which allowed the same slices
     std::vector<Group> heap;
-    push(heap, collect(interval));
+    for (;;) {
+      std::vector<std::vector<Position>> open = positions(starts);
+      double middle = interval.low;
+      std::vector<Edge> edges;
+      while (!collect({middle, interval.high, 0}, starts, edges)) middle += (interval.high - middle) / 2;
+      starts = passable(open, interval.low);
+      push(heap, std::move(edges), std::move(open));
+      if (!(interval.low < middle)) break;
+      const Range range = evaluate(middle, starts);
+      interval.high = range.largest, interval.sum = range.sum;
+      if (narrow(interval)) break;
+      measure_prefixes(middle, starts);
+    }
     while (!heap.empty()) {
       std::pop_heap(heap.begin(), heap.end());
-      std::vector<Edge> edges = std::move(heap.back().edges);
+      Group group = std::move(heap.back());
       heap.pop_back();
-      drop(edges);
-      if (!edges.empty()) split(std::move(edges), heap);
+      drop(group.edges);
+      if (!group.edges.empty()) split(std::move(group), heap);
     }
   }
 
-  void split(std::vector<Edge> edges, std::vector<Group>& heap) {
+  void split(Group group, std::vector<Group>& heap) {
+    std::vector<Edge>& edges = group.edges;
+    const auto cheaper = [](const Edge& a, const Edge& b) { return a.cost < b.cost; };
+    const Starts starts = passable(group.positions, std::min_element(edges.begin(), edges.end(), cheaper)->cost);
     const auto median = edges.begin() + int64_t(edges.size() / 2);
-    std::nth_element(edges.begin(), median, edges.end(), [](const Edge& a, const Edge& b) { return a.cost < b.cost; });
+    std::nth_element(edges.begin(), median, edges.end(), cheaper);
     const double limit = median->cost;
-    const Range range = evaluate(limit);
+    const Range range = evaluate(limit, starts);
     std::vector<Edge> lower, upper;
     for (const Edge& edge : edges) {
       if (edge.cost > limit)
@@ -159,33 +186,56 @@ class Search {
       else if (edge.cost < range.largest && range.sum + fill_ * edge.cost < best_.cost)
         lower.push_back(edge);
     }
-    push(heap, std::move(upper));
+    push(heap, std::move(upper), std::move(group.positions));
     if (lower.empty()) return;
-    measure_prefixes(limit);
+    measure_prefixes(limit, starts);
     for (Edge& edge : lower) {
       const size_t kind = size_t(edge.kind);
       edge.bound =
           std::max(edge.bound, edge_bound(edge.kind)(prefix_[kind][size_t(edge.start)], edge.cost, suffix_[kind][size_t(edge.end)]));
     }
-    push(heap, std::move(lower));
+    push(heap, std::move(lower), positions(starts));
   }
 
   void drop(std::vector<Edge>& edges) const {
     std::erase_if(edges, [this](const Edge& edge) { return !(edge.bound < best_.cost); });
   }
 
-  void push(std::vector<Group>& heap, std::vector<Edge> edges) const {
+  void push(std::vector<Group>& heap, std::vector<Edge> edges, std::vector<std::vector<Position>> positions) const {
     drop(edges);
     if (edges.empty()) return;
     double least = kInfinity;
     for (const Edge& edge : edges) least = std::min(least, edge.bound);
-    heap.push_back({least, std::move(edges)});
+    heap.push_back({least, std::move(edges), std::move(positions)});
     std::push_heap(heap.begin(), heap.end());
   }
 
-  void measure_prefixes(double limit) {
+  void measure_prefixes(double limit, const Starts& starts) {
     for (size_t kind = 0; kind < kinds_.size(); ++kind)
-      if (fewest_[kind] > 0) prefix_sums(*kinds_[kind].table, limit, prefix_[kind].data());
+      if (fewest_[kind] > 0) prefix_sums(*kinds_[kind].table, limit, starts[kind], prefix_[kind].data());
+  }
+
+  // With the prefixes and suffixes in hand.
+  std::vector<std::vector<Position>> positions(const Starts& starts) const {
+    std::vector<std::vector<Position>> positions(kinds_.size());
+    for (size_t kind = 0; kind < kinds_.size(); ++kind) {
+      if (fewest_[kind] == 0) continue;
+      const EdgeBound bound = edge_bound(int(kind));
+      for (const int start : starts[kind]) {
+        const double cost = bound(prefix_[kind][size_t(start)], 0, suffix_[kind][size_t(start)]);
+        if (cost < best_.cost) positions[kind].push_back({start, cost});
+      }
+    }
+    return positions;
+  }
+
+  // Positions of answers better than the best whose largest slice costs `least` or more.
+  Starts passable(const std::vector<std::vector<Position>>& positions, double least) const {
+    Starts starts(kinds_.size());
+    for (size_t kind = 0; kind < kinds_.size(); ++kind)
+      for (const Position& position : positions[kind])
+        if (position.bound + fill_ * least < best_.cost) starts[kind].push_back(position.start);
+    return starts;
   }
 
   // Of an answer that takes micros of this kind: the fewest that can be, the rest at the smallest sum. More of them cost no less.
@@ -194,15 +244,18 @@ class Search {
     return {double(fewest), knapsack_.cost(batch_ - fewest * kinds_[size_t(kind)].size), fill_};
   }
 
-  std::vector<Edge> collect(const Interval& interval) {
-    std::vector<Edge> edges;
-    measure_prefixes(interval.high);
+  // False if they are too many, unless no table value lies strictly between any more.
+  bool collect(const Interval& interval, const Starts& starts, std::vector<Edge>& edges) const {
+    edges.clear();
+    const bool narrowest = !(interval.low + (interval.high - interval.low) / 2 < just_below(interval.high));
     for (size_t kind = 0; kind < kinds_.size(); ++kind) {
       if (fewest_[kind] == 0) continue;
-      const EdgeQuery query{interval.low, interval.high, best_.cost, edge_bound(int(kind)), int(kind)};
-      collect_edges(*kinds_[kind].table, query, prefix_[kind].data(), suffix_[kind].data(), edges);
+      const CostTable& table = *kinds_[kind].table;
+      const size_t units = size_t(table.units()), most = narrowest ? units * units : units * units / kShare + units;
+      const EdgeQuery query{interval.low, interval.high, best_.cost, edge_bound(int(kind)), int(kind), most};
+      if (!collect_edges(table, query, starts[kind], prefix_[kind].data(), suffix_[kind].data(), edges)) return false;
     }
-    return edges;
+    return true;
   }
 
   const std::vector<MicroKind>& kinds_;
@@ -212,6 +265,7 @@ class Search {
   Knapsack knapsack_;
   std::vector<double> sums_;
   std::vector<std::vector<double>> suffix_, prefix_;
+  Starts every_; // all positions of the kinds that can take part
   Slicing best_;
 };
 
