@@ -180,7 +180,7 @@ class Pipeline:
         self.zero_grad()
         began = time.perf_counter()
         self._run(batch, one_over(targets, self._device), evaluating=False)
-        with self._failing_in("the gradient reduction"):
+        with self.failing_in("the gradient reduction"):
             sum_tied_gradients(self._parameters, self.census, self._wiring)
             squares = squared_norms(self._parameters, self.census)
             busy = sum(
@@ -205,7 +205,7 @@ class Pipeline:
         steps."""
         targets = self._check_batch(batch)
         self._run(batch, None, evaluating=True)
-        with self._failing_in("the loss reduction"):
+        with self.failing_in("the loss reduction"):
             table = self._sum_with_check(batch, [self._loss_sum()])
         return EvaluationResult(loss=table[0] / targets, tokens=targets)
 
@@ -378,7 +378,9 @@ class Pipeline:
         return math.fsum(losses.values())
 
     @contextlib.contextmanager
-    def _failing_in(self, action: str) -> Iterator[None]:
+    def failing_in(self, action: str) -> Iterator[None]:
+        """What fails inside becomes a PipelineError that names `action`, on every rank; for work between two steps that
+        all ranks do together, such as a checkpoint."""
         try:
             yield
         except Exception as error:

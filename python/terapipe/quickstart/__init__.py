@@ -19,7 +19,7 @@ from terapipe.train import config as configs
 from terapipe.train.config import TrainConfig
 
 RANKS = 2
-ROUNDS = 20  # measured steps of each variant
+ROUNDS = 10  # turns of each variant
 PROMPT = "def "
 
 
@@ -30,7 +30,12 @@ def run(arguments: Sequence[str]) -> int:
         prog="terapipe quickstart", description="Train a small model over two stages.", allow_abbrev=False
     )
     parser.add_argument("--steps", type=int, default=default.steps, help="training steps (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="measured steps a variant (default: %(default)s)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=ROUNDS,
+        help="turns of each variant, two measured steps a turn (default: %(default)s)",
+    )
     parser.add_argument(
         "--run-dir", type=Path, default=default.run_dir, help="what to write into (default: %(default)s)"
     )
@@ -79,7 +84,7 @@ def _work(config: TrainConfig, rounds: int) -> int:
             layers = checkpoint.load_layers(saved)
             sample = sampling.generate_text(layers, PROMPT, tokens=300, temperature=0.6)
             print(f"\nThe trained model continues {PROMPT!r}:\n\n{_indented(PROMPT + sample)}\n", flush=True)
-            print(f"Timing {rounds} steps with and without slices ...", flush=True)
+            print("Timing steps with and without slices ...", flush=True)
         comparison = compare(config, world, rounds=rounds)
         if world.rank == 0:
             print(write(config, comparison, summary_of(config, result, comparison)), flush=True)

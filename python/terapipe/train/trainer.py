@@ -175,14 +175,15 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint of the state after `step` steps; every rank calls it."""
-        return checkpoint.save(
-            self.config.checkpoint_folder,
-            optimizer=self.optimizer,
-            model=self.model,
-            ties=self.ties,
-            extra={"config": to_toml(self.config)},
-            keep=self.config.checkpoint.keep,
-        )
+        with self.pipeline.failing_in(f"saving the checkpoint of step {self.step}"):
+            return checkpoint.save(
+                self.config.checkpoint_folder,
+                optimizer=self.optimizer,
+                model=self.model,
+                ties=self.ties,
+                extra={"config": to_toml(self.config)},
+                keep=self.config.checkpoint.keep,
+            )
 
     def _validate(self, progress: Progress) -> float | None:
         record = self.evaluate()
@@ -202,7 +203,8 @@ class Trainer:
         ):  # the peak seldom moves later, and asking all ranks takes a collective
             peak = torch.tensor(self.pipeline.memory().peak_bytes, dtype=torch.int64)
             if self.world.size > 1:
-                dist.all_reduce(peak)
+                with self.pipeline.failing_in("asking for the memory of every rank"):
+                    dist.all_reduce(peak)
             self._memory_bytes = int(peak)
         return StepMetrics(
             step=self.step,

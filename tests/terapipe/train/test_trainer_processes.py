@@ -6,6 +6,7 @@ Every process has a time-out of its own, and every test ends by looking for proc
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 
 from terapipe.train.metrics import read_lines
 
-SECONDS = 90
+SECONDS = 120
 TINY = [
     *("--model.vocab", "32", "--model.hidden", "16", "--model.layers", "2", "--model.heads", "2"),
     *(
@@ -95,13 +96,13 @@ def test_a_killed_process_takes_all_others_along(victim: str, environment: dict[
         ranks = {rank_of(pid): pid for pid in marked_processes(tmp_path)}
         assert set(ranks) == {None, "0", "1"}
         os.kill(ranks["1"] if victim == "worker" else parent.pid, signal.SIGKILL)
-        _, errors = parent.communicate(timeout=20)
-    wait_for(lambda: not marked_processes(tmp_path), seconds=5)
+        _, errors = parent.communicate(timeout=40)
+    wait_for(lambda: not marked_processes(tmp_path), seconds=10)
     assert parent.returncode != 0
     if victim == "worker":
         assert "rank 1 was ended by signal SIGKILL" in errors
         assert "Traceback" not in errors
-        assert "rank 1 failed in" in errors  # the neighbour knows why it stops
+        assert re.search(r"rank [01] failed in .*: ", errors)  # the neighbour says where it noticed
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the workers through /proc (Linux)")
@@ -112,7 +113,7 @@ def test_an_interrupt_stops_every_process(environment: dict[str, str], tmp_path:
     ) as parent:
         wait_for(lambda: len(losses(tmp_path / "run")) > 3)
         os.killpg(parent.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
-        _, errors = parent.communicate(timeout=20)
+        _, errors = parent.communicate(timeout=40)
     assert parent.returncode == 130
     assert "Traceback" not in errors
 
@@ -147,7 +148,7 @@ def read(path: Path) -> bytes:
         return b""
 
 
-def wait_for(condition, seconds: float = 40.0) -> None:
+def wait_for(condition, seconds: float = 90.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
