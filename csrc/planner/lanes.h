@@ -1,5 +1,5 @@
 // planner/lanes.h: eight doubles at a time, with GCC vector extensions, so one source serves every architecture; and the mark that compiles
-// a loop for AVX2 and AVX-512 too, chosen when the extension is loaded.
+// a loop for AVX-512 too, chosen when the extension is loaded. (A clone for AVX2 was no faster than SSE2.)
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 #include <limits>
 
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
-#define PLANNER_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define PLANNER_CLONES __attribute__((target_clones("arch=x86-64-v4", "default")))
 #else
 #define PLANNER_CLONES
 #endif

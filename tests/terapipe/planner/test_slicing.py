@@ -120,23 +120,44 @@ def test_equals_algorithm_1_with_every_t_max(family):
         assert_sound(found, {1: table}, units, stages=stages)
 
 
-@pytest.mark.parametrize("family", [noisy, flat], ids=lambda f: f.__name__)
+def best_of_every_t_max(costs: np.ndarray, stages: int) -> float:
+    """Algorithm 1 for all values of the table at once: one column of `after` for each t_max."""
+    units = len(costs)
+    t_max = np.unique(costs[np.isfinite(costs)])
+    after = np.full((units + 1, len(t_max)), INFINITY)
+    after[units] = 0
+    for start in range(units - 1, -1, -1):
+        row = costs[start, : units - start, None]
+        after[start] = np.where(row <= t_max, row + after[start + 1 :], INFINITY).min(axis=0)
+    return float((after[0] + (stages - 1) * t_max).min())  # the t_max that is reached gives the least of its range
+
+
+@pytest.mark.parametrize("family", [convex, saturating, noisy, noise, flat], ids=lambda f: f.__name__)
 def test_equals_a_dp_for_each_of_three_thousand_t_max(family):
-    """79 units, where a window of several vector blocks has a tail; the DP here is numpy over the whole triangle."""
-    units, stages = 79, 24
-    table = Table(family, units, 5)
+    """79 units: windows of several vector blocks, with a tail."""
+    table = Table(family, 79, 5)
     costs = np.where(np.isnan(table.array), INFINITY, table.array)
-    best = INFINITY
-    for t_max in np.unique(costs[np.isfinite(costs)]):
-        after = np.full(units + 1, INFINITY)
-        after[units] = 0
-        for start in range(units - 1, -1, -1):
-            row = costs[start, : units - start]
-            after[start] = np.min(np.where(row <= t_max, row + after[start + 1 :], INFINITY))
-        best = min(best, after[0] + (stages - 1) * t_max)  # the t_max that is reached gives the least of its range
-    found = slice_sequence(table.array, stages=stages)
-    assert found.step_s == best
-    assert_sound(found, {1: table}, units, stages=stages)
+    for stages in (7, 24):
+        found = slice_sequence(table.array, stages=stages)
+        assert found.step_s == best_of_every_t_max(costs, stages)
+        assert_sound(found, {1: table}, 79, stages=stages)
+
+
+@pytest.mark.parametrize("noise_share", [0, 1e-8, 1e-6, 1e-4, 1e-3, 1e-2, 1e-1])
+@pytest.mark.parametrize(("units", "stages"), [(79, 24), (101, 96)])
+def test_hard_tables_equal_a_dp_for_each_t_max(units, stages, noise_share):
+    """Every number of equal slices costs a step the same, so that bounds cut little: what the filters are for."""
+    costs = hard(units, stages, noise_share)
+    triangle = np.where(np.arange(units)[:, None] + np.arange(1, units + 1) <= units, costs, INFINITY)
+    found = slice_sequence(costs, stages=stages)
+    assert found.step_s == best_of_every_t_max(triangle, stages)
+    assert_sound(found, {1: lambda length, start: float(costs[start, length - 1])}, units, stages=stages)
+
+
+def hard(units: int, stages: int, noise_share: float) -> np.ndarray:
+    length = np.arange(1, units + 1)
+    random_part = 1 + noise_share * np.random.default_rng(units).random((units, units))
+    return np.floor(1e12 * length / (units + (stages - 1) * length) * random_part)
 
 
 @pytest.mark.parametrize(("units", "stages", "micros"), [(257, 96, 1), (512, 24, 3), (1021, 64, 1)])
@@ -276,11 +297,7 @@ def test_ties_fall_the_same_way_every_time():
 
 
 def test_hard_tables_take_hundreds_of_evaluations_not_thousands():
-    units, stages = 256, 96
-    rng = np.random.default_rng(0)
-    length = np.arange(1, units + 1)
-    costs = np.floor(1e9 * length / (units + (stages - 1) * length) * (1 + 1e-4 * rng.random((units, units))))
-    assert slice_sequence(costs, stages=stages).evaluations < 500
+    assert slice_sequence(hard(256, 96, 1e-4), stages=96).evaluations < 500
 
 
 @pytest.mark.parametrize(
@@ -325,10 +342,7 @@ def test_sizes_that_make_no_sense_are_refused():
 
 
 def test_other_threads_run_during_a_search():
-    length = np.arange(1, 1025)
-    costs = cost_table(
-        np.floor(1e9 * length / (1024 + 63 * length) * (1 + 1e-3 * np.random.default_rng(0).random((1024, 1024))))
-    )
+    costs = cost_table(hard(1024, 64, 1e-3))
     thread = threading.Thread(target=lambda: [slice_sequence(costs, stages=64) for _ in range(5)])
     turns = 0
     thread.start()

@@ -131,6 +131,20 @@ def test_equals_the_twin(shape, make, numbers, prices, kind, seed, split_backwar
         assert found.core is not None
 
 
+def test_slots_of_a_split_backward_are_held_until_its_weight_gradient(split_backward):
+    waits = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        shape = rng.randint(2, 4), rng.randint(2, 3), rng.randint(1, 4)
+        schedule = split_backward(seq_1f1b(*shape, warmup_per_hop=2), rng.randrange(5))
+        slots = assign_slots(schedule, order=demand_order(schedule))
+        costs = {action: rng.choice([0, 1, 20]) for action in schedule.actions()}
+        found = run_both(schedule, costs, slots=slots)
+        assert found is not None
+        waits += found.makespan > found.even[0]
+    assert waits > 5
+
+
 @pytest.mark.parametrize(
     "orders",
     [
