@@ -1,5 +1,8 @@
-"""Times the steps of several variants in one run: interleaved, so that a slow moment of the machine hits all of them
+"""Times the steps of several variants in one run: in turns, so that a slow moment of the machine hits all of them
 alike.
+
+A turn is a few steps of one variant back to back, of which the first does not count: it finds the caches full of the
+variant before, while a training run takes step after step of one kind.
 
 Every rank of the launch calls `measure` with the same names in the same order; a rank that has no part in a variant
 gives None and waits at the barrier, asleep. Times are those of rank 0; a pipeline step ends on all ranks together.
@@ -15,7 +18,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-LEAST_ROUNDS = 5
+LEAST_ROUNDS = 3
+STEPS_A_TURN = 3  # the first does not count
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,10 @@ class StepTime:
 
 
 def measure(
-    variants: Mapping[str, Callable[[], object] | None], *, rounds: int, warm_up: int = 2, budget_s: float = math.inf
+    variants: Mapping[str, Callable[[], object] | None], *, rounds: int, warm_up: int = 1, budget_s: float = math.inf
 ) -> dict[str, StepTime]:
-    """Run every variant once a round, in an order that turns from round to round; the first `warm_up` rounds do not
-    count. Rounds are fewer (at least `LEAST_ROUNDS`) where the machine would need more than `budget_s` for them."""
+    """Every variant has one turn a round, in an order that rotates from round to round; the first `warm_up` rounds do
+    not count. Rounds are fewer (at least `LEAST_ROUNDS`) where the machine would need more than `budget_s` for them."""
     names = list(variants)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     began = time.perf_counter()
@@ -45,12 +49,13 @@ def measure(
     while number < warm_up + rounds:
         for name in names[number % len(names) :] + names[: number % len(names)]:
             step = variants[name]
-            barrier()
-            started = time.perf_counter()
-            if step is not None:
-                step()
-            if number >= warm_up:
-                seconds[name].append(time.perf_counter() - started)
+            for place in range(STEPS_A_TURN):
+                barrier()
+                started = time.perf_counter()
+                if step is not None:
+                    step()
+                if number >= warm_up and place > 0:
+                    seconds[name].append(time.perf_counter() - started)
         number += 1
         if number == warm_up:
             round_s = (time.perf_counter() - began) / warm_up
