@@ -1,4 +1,7 @@
-"""tpkernels._core: the C++ CPU kernels. Tensors are (address, batch stride, token stride, head stride); 0 is no tensor."""
+"""tpkernels._core: the C++ CPU kernels.
+
+Tensors are (address, batch stride, token stride, head stride); address 0 is no tensor.
+"""
 
 Tensor = tuple[int, int, int, int]
 Sizes = tuple[int, int, int, int, int, int, int]

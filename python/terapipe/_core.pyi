@@ -1,4 +1,7 @@
-"""terapipe._core: the planner's search and the schedule simulator in C++. Buffers are contiguous; formats in comments."""
+"""terapipe._core: the planner's search and the schedule simulator in C++.
+
+Buffers are contiguous; their formats stand in comments.
+"""
 
 from collections.abc import Sequence
 from typing import Any

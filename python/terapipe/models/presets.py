@@ -78,8 +78,8 @@ def debug() -> ModelConfig:
 def quickstart() -> ModelConfig:
     """The byte-level model of scripts/quickstart.sh: learns Python source text in minutes on two CPU cores.
 
-    Small enough for that, and wide enough that a slice's work outweighs the fixed cost of its calls (about 20 % of a step
-    at 128 wide with 384 in the MLP and 256-token slices).
+    Small enough for that, and wide enough that a slice's work outweighs the fixed cost of its calls (about 20 % of a
+    step at 128 wide with 384 in the MLP and 256-token slices).
     """
     return llama(
         hidden=192,
