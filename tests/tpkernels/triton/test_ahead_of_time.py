@@ -1,0 +1,123 @@
+"""What the compiler makes of the kernels, for GPUs that are not here: a selection of the table's rows (design 10).
+
+`python -m tpkernels.triton.ahead_of_time` compiles and checks every row; that takes about 15 minutes on two cores. Here
+two processes of it, without the interpreter, take the selection, at least one row of each architecture and kind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+# (kind, dtype, head_dim, value_head_dim, group, compute capability, features), heaviest first in each half
+SELECTION = [
+    ("backward", "bf16", 128, None, 8, 90, ()),
+    ("backward", "bf16", 128, None, 8, 80, ()),
+    ("backward", "bf16", 128, None, 8, 100, ()),
+    ("backward", "fp16", 64, None, 3, 90, ("documents", "sinks")),
+    ("deterministic", "bf16", 64, None, 8, 90, ()),
+    ("backward", "fp32", 64, None, 1, 90, ()),
+    ("forward", "bf16", 128, None, 8, 100, ()),
+    ("forward", "bf16", 128, None, 8, 90, ()),
+    ("forward", "bf16", 128, None, 8, 80, ()),
+    ("forward", "bf16", 256, None, 8, 90, ()),
+    ("forward", "bf16", 192, 128, 8, 89, ()),
+    ("backward", "bf16", 72, None, 8, 120, ("window",)),
+    ("split", "bf16", 128, None, 8, 90, ("sinks",)),
+    ("forward", "fp16", 64, None, 3, 90, ("varlen",)),
+    ("forward", "fp32", 128, None, 1, 120, ("softcap",)),
+]
+FIELDS = ("kind", "dtype", "head_dim", "value_head_dim", "group", "capability", "features")
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[dict]]:
+    """Facts of each subject's kernels, by the subject's name."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    subjects = [dict(zip(FIELDS, row, strict=True)) for row in SELECTION]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    environment.pop("TRITON_INTERPRET", None)
+    workers = []
+    for half in (subjects[::2], subjects[1::2]):
+        command = [sys.executable, "-m", "tpkernels.triton.ahead_of_time", "--subjects", json.dumps(half)]
+        workers.append(
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        )
+    rows: dict[str, list[dict]] = {}
+    for worker in workers:
+        out, err = worker.communicate()
+        assert worker.returncode in (0, 1), err
+        for line in out.splitlines():
+            row = json.loads(line)
+            rows.setdefault(row["subject"], []).append(row)
+    return rows
+
+
+def name(kind, dtype, head_dim, value_head_dim, group, capability, features) -> str:
+    dim = f"{head_dim}" + ("" if value_head_dim is None else f":{value_head_dim}")
+    return "-".join([f"sm{capability}", kind, dtype, f"d{dim}", f"g{group}", *features])
+
+
+@pytest.mark.parametrize("subject", [name(*row) for row in SELECTION])
+def test_compiled_kernels_keep_their_promises(subject, compiled):
+    """No spills but those the table states, shared and tensor memory within the GPU's, 16-byte accesses and none under
+    4 bytes, tensor cores for 16 bits (wgmma on sm_90), never tf32."""
+    rows = compiled[subject]
+    kernels = {row["kernel"] for row in rows}
+    expected = {
+        "forward": {"attention_forward"},
+        "split": {"attention_forward", "combine_splits"},
+        "backward": {"prepare", "attention_backward_keys", "round_rows"},
+        "deterministic": {"prepare", "attention_backward_keys", "attention_backward_queries"},
+    }[subject.split("-")[1]]
+    assert kernels - {"sink_gradient"} == expected
+    broken = [f"{row['kernel']} ({row['tile']}): {', '.join(row['broken'])}" for row in rows if row["broken"]]
+    assert not broken, broken
+
+
+def test_the_table_serves_every_call(device):
+    """Every architecture, head_dim, dtype and kind has one row, with its reason, that a compiler accepts."""
+    from tpkernels.triton import tiles
+
+    for architecture in (*tiles.ARCHITECTURES, tiles.INTERPRETER):
+        for head_dim in (1, 64, 65, 128, 129, 256):
+            for dtype in (torch.float32, torch.float16, torch.bfloat16):
+                for kind in tiles.KINDS:
+                    tile = tiles.find(architecture, head_dim, dtype.itemsize, kind)
+                    assert tile.reason and all(n & (n - 1) == 0 for n in tile[:3]) and min(tile.rows, tile.keys) >= 16
+    with pytest.raises(ValueError, match="no forward tile for sm90, head_dim 300"):
+        tiles.find("sm90", 300, 2, "forward")
+
+
+def test_an_odd_stride_gives_up_wide_accesses_only_then(device):
+    """The unit of strides is 16 bytes where every row of every tensor starts on 16 bytes, else one element."""
+    from tpkernels.triton.launch import strides_unit
+
+    x = torch.zeros(2, 6, 3, 40, dtype=torch.float16, device=device)
+    assert strides_unit([x, x[:, 1:], x.expand(2, 6, 3, 40)]) == 8
+    assert strides_unit([x[:1, :1, :1, :5]]) == 8  # one row: its strides do not matter
+    assert strides_unit([x, x[..., 1:]]) == 1
+    assert (
+        strides_unit([torch.zeros(1, 2, 1, 72, dtype=torch.float16), torch.zeros(1, 2, 2, 17, dtype=torch.float16)])
+        == 1
+    )
+    assert strides_unit([torch.zeros(1, 2, 2, 20)]) == 4
+
+
+def test_the_sweep_knows_every_row():
+    from tpkernels.triton import tiles
+
+    pytest.importorskip("triton", reason="triton is not installed")
+    from tpkernels.triton import ahead_of_time
+
+    for row in tiles.ARCHITECTURES.values():
+        subjects = list(ahead_of_time.table_subjects(row.capabilities[0]))
+        assert len({str(subject) for subject in subjects}) == len(subjects)
+        for field in dataclasses.fields(ahead_of_time.Subject):
+            assert field.name in FIELDS

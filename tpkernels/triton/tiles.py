@@ -1,0 +1,147 @@
+"""Tile sizes, warps and stages of every Triton kernel: one table, each row with its reason. No triton import.
+
+A row serves one (architecture, head_dim up to, dtype size, kind). Kinds: `forward` (owns query rows, walks keys),
+`keys` (backward, owns keys, walks query rows: dk, dv and the fast dq), `queries` (backward, owns query rows, walks
+keys: the deterministic dq). Rows and keys count rows of the score matrix; query rows are (token, head of the group).
+
+The one trap: with deterministic=True `rows` of kind keys and `keys` of the other kinds decide where sums are cut, so
+changing a number changes results in the last bits. `python -m tpkernels.triton.tune` prints a row for this table.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+Kind = Literal["forward", "keys", "queries"]
+KINDS: tuple[Kind, ...] = ("forward", "keys", "queries")
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What a tile must fit into. shared_bytes: the most shared memory that one program may have."""
+
+    name: str
+    capabilities: tuple[int, ...]  # compute capabilities (90 is 9.0); the first is what tests compile for
+    shared_bytes: int
+
+
+ARCHITECTURES = {
+    row.name: row
+    for row in (
+        Architecture("sm80", (80, 87), 163 * 1024),
+        Architecture("sm89", (89, 86), 99 * 1024),
+        Architecture("sm90", (90,), 227 * 1024),
+        Architecture("sm100", (100, 103, 110), 227 * 1024),
+        Architecture("sm120", (120, 121), 99 * 1024),
+    )
+}
+INTERPRETER = "interpreter"
+
+
+class Tile(NamedTuple):
+    """One row of the table. rows, keys: powers of two, 16 or more; spill_bytes: local memory a thread, known of."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    reason: str
+    spill_bytes: int = 0
+
+
+_SMALL_SHARED = ("sm89", "sm120")  # 99 KiB
+
+_EVERY = tuple(ARCHITECTURES)
+
+# (architectures, largest head_dim, bytes of the dtype, kind) -> Tile; the first row that fits serves. Reasons name what
+# the compiler said (registers of 255, KiB of shared memory, spills); no row has been timed on a GPU yet.
+_TABLE: tuple[tuple[tuple[str, ...], int, int, Kind, Tile], ...] = (
+    ((INTERPRETER,), 256, 4, "forward", Tile(32, 32, 4, 1, "a tile costs the same for any size: small, for edges")),
+    ((INTERPRETER,), 256, 4, "keys", Tile(32, 32, 4, 1, "as forward")),
+    ((INTERPRETER,), 256, 4, "queries", Tile(32, 32, 4, 1, "as forward")),
+    # 16 bits, forward
+    (("sm80",), 64, 2, "forward", Tile(128, 64, 8, 3, "flash-attn 2's tile; four warps spill 16 bytes")),
+    (("sm80",), 128, 2, "forward", Tile(128, 64, 8, 3, "flash-attn 2's tile; four warps spill 400 bytes")),
+    (("sm80",), 256, 2, "forward", Tile(64, 64, 8, 2, "128 rows spill 400 bytes")),
+    (_SMALL_SHARED, 64, 2, "forward", Tile(128, 64, 8, 3, "as sm80, 48 KiB")),
+    (_SMALL_SHARED, 128, 2, "forward", Tile(128, 32, 8, 2, "48 KiB: two programs fit a multiprocessor")),
+    (_SMALL_SHARED, 256, 2, "forward", Tile(64, 32, 8, 2, "68 KiB; four warps spill 144 bytes")),
+    (("sm90",), 64, 2, "forward", Tile(128, 128, 8, 3, "two warpgroups of 64 rows, 112 KiB")),
+    (("sm90",), 128, 2, "forward", Tile(128, 128, 8, 3, "two warpgroups of 64 rows, 224 KiB, 243 registers")),
+    (("sm90",), 256, 2, "forward", Tile(128, 64, 8, 2, "two warpgroups of 64 rows, 192 KiB")),
+    (("sm100",), 64, 2, "forward", Tile(128, 128, 8, 3, "as sm90")),
+    (("sm100",), 128, 2, "forward", Tile(128, 64, 8, 3, "128 keys spill 184 bytes")),
+    (("sm100",), 256, 2, "forward", Tile(64, 64, 8, 2, "128 rows spill 144 bytes")),
+    # 16 bits, owner of keys: dk, dv and what dq takes
+    (("sm80", *_SMALL_SHARED), 64, 2, "keys", Tile(64, 64, 8, 3, "64 KiB; two stages spill 16 bytes, 128 keys too")),
+    (("sm80", *_SMALL_SHARED), 128, 2, "keys", Tile(32, 64, 8, 2, "56 KiB, 178 registers; 64 rows or 128 keys spill")),
+    (("sm80",), 256, 2, "keys", Tile(32, 32, 8, 2, "80 KiB; 64 keys spill 240 bytes")),
+    (_SMALL_SHARED, 256, 2, "keys", Tile(32, 32, 8, 1, "80 KiB")),
+    (("sm90",), 64, 2, "keys", Tile(64, 128, 8, 2, "flash-attn 3's shape, each warpgroup owns 64 keys")),
+    (("sm90",), 128, 2, "keys", Tile(64, 128, 8, 2, "flash-attn 3's tile, each warpgroup owns 64 keys")),
+    (("sm90",), 256, 2, "keys", Tile(32, 32, 8, 2, "dk and dv of 64 keys take 128 registers: spills 240 bytes")),
+    (("sm100",), 64, 2, "keys", Tile(64, 128, 8, 2, "as sm90")),
+    (("sm100",), 128, 2, "keys", Tile(64, 64, 8, 2, "128 keys need 576 of 512 columns of tensor memory")),
+    (("sm100",), 256, 2, "keys", Tile(64, 32, 8, 1, "64 keys need 608 of 512 columns of tensor memory")),
+    # 16 bits, owner of query rows: the deterministic dq
+    (("sm80",), 64, 2, "queries", Tile(128, 64, 8, 2, "as forward")),
+    (("sm80",), 128, 2, "queries", Tile(128, 32, 8, 3, "96 KiB; 64 keys spill 8 bytes")),
+    (("sm80",), 256, 2, "queries", Tile(64, 32, 8, 2, "100 KiB")),
+    (_SMALL_SHARED, 64, 2, "queries", Tile(64, 64, 8, 2, "as forward")),
+    (_SMALL_SHARED, 128, 2, "queries", Tile(64, 32, 8, 2, "52 KiB, 168 registers")),
+    (_SMALL_SHARED, 256, 2, "queries", Tile(32, 32, 8, 1, "64 KiB", 16)),
+    (("sm90",), 64, 2, "queries", Tile(128, 64, 8, 3, "two warpgroups of 64 rows, 80 KiB")),
+    (("sm90",), 128, 2, "queries", Tile(128, 64, 8, 2, "two warpgroups of 64 rows, 128 KiB, 222 registers")),
+    (("sm90",), 256, 2, "queries", Tile(128, 32, 8, 2, "two warpgroups of 64 rows, 192 KiB")),
+    (("sm100",), 64, 2, "queries", Tile(128, 64, 8, 2, "as sm90")),
+    (("sm100",), 128, 2, "queries", Tile(128, 64, 8, 2, "as sm90")),
+    (("sm100",), 256, 2, "queries", Tile(64, 32, 8, 2, "145 KiB, 155 registers")),
+    # fp32: products in ieee on the fp32 units, operands in registers; larger tiles spill hundreds of bytes
+    (_EVERY, 64, 4, "forward", Tile(64, 32, 8, 1, "118 registers")),
+    (_EVERY, 128, 4, "forward", Tile(32, 32, 8, 1, "203 registers")),
+    (_EVERY, 256, 4, "forward", Tile(16, 32, 8, 1, "80 registers")),
+    (_EVERY, 64, 4, "keys", Tile(32, 32, 8, 1, "116 registers")),
+    (_EVERY, 128, 4, "keys", Tile(16, 16, 8, 1, "249 registers")),
+    (_EVERY, 256, 4, "keys", Tile(16, 16, 8, 1, "the least tile there is", 320)),
+    (_EVERY, 64, 4, "queries", Tile(32, 32, 8, 1, "218 registers")),
+    (_EVERY, 128, 4, "queries", Tile(16, 16, 8, 1, "255 registers")),
+    (_EVERY, 256, 4, "queries", Tile(16, 16, 8, 1, "the least tile there is", 240)),
+)
+SMALL_ROWS = 32  # of the kernels that only move rows: combine_splits, round_rows
+SINK_TOKENS = 1024  # a step of sink_gradient, which has one program a head
+
+
+def find(architecture: str, head_dim: int, dtype_bytes: int, kind: Kind) -> Tile:
+    """The tile of a kernel; ValueError when no row serves."""
+    for names, largest, size, row_kind, tile in _TABLE:
+        interpreted = architecture == INTERPRETER and INTERPRETER in names
+        if architecture in names and head_dim <= largest and kind == row_kind and (interpreted or dtype_bytes == size):
+            return tile
+    raise ValueError(f"no {kind} tile for {architecture}, head_dim {head_dim}, dtypes of {dtype_bytes} bytes")
+
+
+@functools.cache
+def architecture(device: torch.device) -> str:
+    """Name of the table's architecture of a device; ValueError for a GPU that no row serves. CPU: the interpreter."""
+    if device.type != "cuda":
+        return INTERPRETER
+    major, minor = torch.cuda.get_device_capability(device)
+    capability = 10 * major + minor
+    for row in ARCHITECTURES.values():
+        if capability in row.capabilities:
+            return row.name
+    raise ValueError(f"no tile sizes for compute capability {major}.{minor}; there are some for " + _capabilities())
+
+
+def _capabilities() -> str:
+    return ", ".join(f"{c // 10}.{c % 10}" for row in ARCHITECTURES.values() for c in row.capabilities)
+
+
+def padded(head_dim: int) -> int:
+    """The power of two that a head dimension is padded to inside the kernels; 16 is the least a product takes."""
+    return max(16, 1 << (head_dim - 1).bit_length())
