@@ -221,7 +221,6 @@ def broken_rules(row: Compiled, tile_spill_bytes: int) -> list[str]:
         broken.append("tf32 products")
     if attention and not wide_dtype and not row.products:
         broken.append("no tensor-core products")
-    # wgmma takes 64 rows or more; the least tiles (head_dim above 128, owner of keys) stay below
     if attention and not wide_dtype and row.capability == 90 and "wgmma.mma_async" not in row.products:
         broken.append("no wgmma")
     return broken

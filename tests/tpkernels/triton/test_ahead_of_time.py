@@ -121,3 +121,12 @@ def test_the_sweep_knows_every_row():
         assert len({str(subject) for subject in subjects}) == len(subjects)
         for field in dataclasses.fields(ahead_of_time.Subject):
             assert field.name in FIELDS
+
+
+def test_tuning_needs_a_gpu(device, capsys):
+    if device == "cuda":
+        pytest.skip("tuning on a GPU takes minutes; without one it must say so")
+    from tpkernels.triton import tune
+
+    assert tune.main([]) == 1 and "no CUDA device" in capsys.readouterr().err
+    assert len(set(tune.candidates())) == 4 * 4 * 2 * 4
