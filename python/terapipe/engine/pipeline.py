@@ -46,6 +46,7 @@ from terapipe.engine.reduction import copy_tied_values, squared_norms, sum_tied_
 from terapipe.engine.stage import Loss, Stage
 from terapipe.engine.start import LayerSource, Start, check_layers, check_starts, choose_links
 from terapipe.engine.wiring import Expected, Wiring, open_dist_wiring, open_local_wiring
+from terapipe.models.linear import IN_PLACE
 from terapipe.schedule import Plan
 from terapipe.schedule.trace import TraceEvent
 from tpkernels import Mask
@@ -145,6 +146,7 @@ class Pipeline:
             for name, parameter in module.named_parameters()
         }
         for parameter in self._parameters.values():
+            setattr(parameter, IN_PLACE, True)  # step() alone reads and replaces gradients, so a layer may add to them
             if parameter.dtype.itemsize < 4:
                 parameter.grad_dtype = torch.float32
         slots = plan.slots

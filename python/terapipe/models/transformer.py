@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terapipe.models.config import EMBEDDING, HEAD, ModelConfig, tied_parameters
+from terapipe.models.linear import Linear
 from terapipe.models.rotary import RotaryAngles, rotate
 from tpkernels import Mask, PrefixCache, prefix_attention
 
@@ -69,7 +70,7 @@ class Block(nn.Module):
         self, config: ModelConfig, angles: RotaryAngles | None, *, dtype: torch.dtype, device: DeviceLike
     ) -> None:
         super().__init__()
-        linear = partial(nn.Linear, bias=config.bias, dtype=dtype, device=device)
+        linear = partial(Linear, bias=config.bias, dtype=dtype, device=device)
         hidden, query, keys = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.kv_heads, self.head_dim = config.kv_heads, config.head_dim
         self.angles = angles
@@ -122,7 +123,7 @@ class Head(nn.Module):
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: DeviceLike) -> None:
         super().__init__()
         self.norm = Norm(config, dtype=dtype, device=device)
-        self.output = nn.Linear(config.hidden, config.vocab, bias=False, dtype=dtype, device=device)
+        self.output = Linear(config.hidden, config.vocab, bias=False, dtype=dtype, device=device)
 
     def forward(self, hidden: Tensor, cache: None, mask: Mask, positions: Tensor) -> Tensor:
         return self.output(self.norm(hidden))

@@ -1,0 +1,53 @@
+"""A linear layer for slices: its backward adds the weight's gradient to `.grad` in place.
+
+hidden [batch, tokens, in] -> [batch, tokens, out], as nn.Linear. Every slice of a sequence adds to the same weight's
+gradient. Autograd would write each slice's share to new memory and then add it, four passes over a matrix as large as
+the weight; one GEMM that accumulates needs two. That happens only where the engine owns the gradient, which it says by
+an attribute of the parameter (`accumulates_in_place`), and where the dtypes agree; elsewhere it is a plain linear.
+
+The trap: hooks on the parameter, and torch.autograd.grad, see only what comes while `.grad` is None: the first slice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IN_PLACE = "accumulates_in_place"
+"""Attribute that the engine sets on the parameters whose `.grad` it owns."""
+
+
+class Linear(nn.Linear):
+    """nn.Linear with `_AccumulatingLinear` in training."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weight = self.weight
+        if not getattr(weight, IN_PLACE, False) or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return F.linear(hidden, weight, self.bias)
+        return _AccumulatingLinear.apply(hidden, weight, self.bias)
+
+
+class _AccumulatingLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return F.linear(hidden, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad
+        rows = gradient.flatten(0, -2)
+        of_hidden = torch.mm(rows, weight).view(hidden.shape) if wants_hidden else None
+        of_bias = rows.sum(0) if wants_bias else None
+        of_weight = None
+        if wants_weight:
+            before = weight.grad
+            if before is not None and before.dtype == rows.dtype:
+                before.addmm_(rows.t(), hidden.flatten(0, -2))
+            else:
+                of_weight = torch.mm(rows.t(), hidden.flatten(0, -2))
+        return of_hidden, of_weight, of_bias

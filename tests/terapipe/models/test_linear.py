@@ -1,0 +1,81 @@
+"""The linear layer for slices against nn.Linear: values, gradients, and where it adds in place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from terapipe.models.linear import IN_PLACE, Linear
+
+
+def pair(*, bias: bool, dtype: torch.dtype = torch.float64) -> tuple[Linear, nn.Linear]:
+    torch.manual_seed(0)
+    ours, plain = (kind(5, 7, bias=bias, dtype=dtype) for kind in (Linear, nn.Linear))
+    plain.load_state_dict(ours.state_dict())
+    for parameter in ours.parameters():
+        setattr(parameter, IN_PLACE, True)
+    return ours, plain
+
+
+def slices(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(2, tokens, 5, dtype=dtype, requires_grad=True) for tokens in (3, 1, 4)]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_three_slices_give_the_gradients_of_a_plain_linear(bias: bool) -> None:
+    ours, plain = pair(bias=bias)
+    inputs = slices()
+    copies = [x.detach().clone().requires_grad_() for x in inputs]
+    for x, y in zip(inputs, copies, strict=True):
+        ours(x).sin().sum().backward()
+        plain(y).sin().sum().backward()
+        torch.testing.assert_close(x.grad, y.grad, rtol=1e-13, atol=1e-13)
+    for own, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad, rtol=1e-13, atol=1e-13)
+
+
+def test_later_slices_add_to_the_same_memory() -> None:
+    ours, _ = pair(bias=False)
+    first, *others = slices()
+    ours(first).sum().backward()
+    assert ours.weight.grad is not None
+    memory, before = ours.weight.grad.data_ptr(), ours.weight.grad.clone()
+    for x in others:
+        ours(x).sum().backward()
+    assert ours.weight.grad.data_ptr() == memory
+    assert not torch.equal(ours.weight.grad, before)
+
+
+def test_16_bit_weights_keep_their_fp32_gradient() -> None:
+    ours, plain = pair(bias=True, dtype=torch.bfloat16)
+    for parameter in (*ours.parameters(), *plain.parameters()):
+        parameter.grad_dtype = torch.float32
+    for x in slices(torch.bfloat16):
+        ours(x).sum().backward()
+        plain(x.detach()).sum().backward()
+    for own, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert own.grad is not None and own.grad.dtype == torch.float32
+        assert torch.equal(own.grad, other.grad)
+
+
+def test_frozen_weights_and_inputs_without_gradient() -> None:
+    ours, _ = pair(bias=True)
+    x = slices()[0]
+    ours.weight.requires_grad_(False)
+    ours(x).sum().backward()
+    assert ours.weight.grad is None and x.grad is not None
+    ours.weight.requires_grad_(True)
+    ours(x.detach()).sum().backward()
+    assert ours.weight.grad is not None
+
+
+def test_without_the_mark_it_is_a_plain_linear() -> None:
+    ours = Linear(5, 7)
+    x = torch.randn(2, 3, 5)
+    ours(x).sum().backward()
+    assert ours.weight.grad is not None
+    kept = ours.weight.grad.clone()
+    (alone,) = torch.autograd.grad(ours(x).sum(), ours.weight)
+    assert torch.equal(ours.weight.grad, kept) and torch.equal(alone, kept)
