@@ -118,3 +118,11 @@ def test_bench_runs_a_module_of_the_checkout(
     with pytest.raises(ValueError, match="draws no plot"):
         benchmarking.run(modules, "nothing", json_file=None, plot_file=tmp_path / "rows.png")
     sys.modules.pop("benchmarks", None)
+
+
+@pytest.mark.parametrize("options", [["--local-ranks", "-1"], ["--local-ranks", "2", "--threads-per-rank", "0"]])
+def test_numbers_of_workers_and_threads_that_make_no_sense(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", *options]) == 2
+    assert "--local-ranks is" in capsys.readouterr().err

@@ -50,3 +50,12 @@ def test_it_writes_everything_it_promises(tmp_path: Path) -> None:
 def test_too_few_rounds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["quickstart", "--rounds", "1"]) == 2
     assert "--rounds is 1" in capsys.readouterr().err
+
+
+def test_checkpoints_of_another_run_are_never_deleted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = tmp_path / "checkpoints" / "step-1" / "weights"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("precious")
+    assert cli.main(["quickstart", "--run-dir", str(tmp_path)]) == 2
+    assert "no finished quickstart" in capsys.readouterr().err
+    assert kept.read_text() == "precious"

@@ -36,7 +36,7 @@ def choose_links(links: str, plan: Plan, processes: int) -> bool:
     if links not in ("auto", "local", "dist"):
         raise ValueError(f"unknown links {links!r}; choose 'auto', 'local' or 'dist'.")
     local = links == "local" or (links == "auto" and processes == 1)
-    if not local and processes != plan.ranks:
+    if not local and (processes != plan.ranks or (processes == 1 and not dist.is_initialized())):
         started = f"{processes} processes were started" if dist.is_initialized() else "no process group was started"
         raise ValueError(
             f"the plan has {plan.ranks} ranks but {started}; start {plan.ranks} (torchrun "

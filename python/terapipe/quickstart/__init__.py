@@ -48,10 +48,23 @@ def run(arguments: Sequence[str]) -> int:
     from terapipe.engine import launch
     from terapipe.train.trainer import check_start
 
-    shutil.rmtree(config.checkpoint_folder, ignore_errors=True)  # of an earlier quickstart
+    _clear_earlier(config)
     check_start(config, ranks=RANKS, resume=False)
     print(_introduction(config), flush=True)
     return launch.run_local(RANKS, ["quickstart", *arguments], threads=1)
+
+
+def _clear_earlier(config: TrainConfig) -> None:
+    """Delete the checkpoints of an earlier quickstart in the same folder, and of nothing else."""
+    folder = config.checkpoint_folder
+    if not folder.exists():
+        return
+    if not (config.run_dir / "summary.json").exists():
+        raise ValueError(
+            f"{folder} holds checkpoints, but {config.run_dir} is no finished quickstart (it has no summary.json); "
+            "choose another --run-dir, or delete that folder."
+        )
+    shutil.rmtree(folder)
 
 
 def _introduction(config: TrainConfig) -> str:
@@ -76,6 +89,8 @@ def _work(config: TrainConfig, rounds: int) -> int:
     from terapipe.train.trainer import Trainer
 
     world = launch.initialize()
+    if world.size != RANKS:
+        raise ValueError(f"the quickstart runs {RANKS} stages but {world.size} processes were started; start it alone.")
     try:
         with Trainer(config, world=world) as trainer:
             result = trainer.fit()

@@ -48,4 +48,10 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
     base = configs.preset(first.preset)
     if first.config is not None:
         base = config_file.load(first.config, base)
-    return tyro.cli(TrainCommand, default=TrainCommand(config=base), args=list(arguments), prog="terapipe train")
+    command = tyro.cli(TrainCommand, default=TrainCommand(config=base), args=list(arguments), prog="terapipe train")
+    if command.local_ranks < 0 or command.threads_per_rank < 1:
+        raise ValueError(
+            f"--local-ranks is {command.local_ranks} and --threads-per-rank {command.threads_per_rank}; workers are 0 "
+            "(none) or more, of at least one thread each."
+        )
+    return command

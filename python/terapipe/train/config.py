@@ -198,6 +198,13 @@ class TrainConfig:
                 f"parallel.slices is {self.parallel.slices} but parallel.slice_tokens names "
                 f"{len(self.parallel.slice_tokens)} slices; give one of them."
             )
+        if model.position == "learned" and self.tokens > model.max_tokens:
+            raise ValueError(
+                f"tokens is {self.tokens}, but the model has learned positions for {model.max_tokens}; shorten the "
+                "sequence or raise model.max_tokens."
+            )
+        if self.data.source == "synthetic" and self.data.train:
+            raise ValueError("data.train names files, but data.source is 'synthetic'; add --data.source text (or bin).")
         if self.data.source != "synthetic" and not self.data.train:
             raise ValueError(
                 f"data.source is {self.data.source!r} but data.train names no file or folder; add --data.train PATH."

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -54,9 +55,11 @@ class MetricsFile:
         """Lines after `first_step` completed steps are dropped; 0 starts a new file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_lines(path) if line["step"] <= first_step] if first_step else []
-        self._stream: TextIO = path.open("w")
-        for line in kept:
-            self._write(line)
+        if kept:  # put in place whole: a kill in between must not lose them
+            whole = path.with_suffix(".tmp")
+            whole.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            os.replace(whole, path)
+        self._stream: TextIO = path.open("a" if kept else "w")
 
     def write(self, record: Metrics) -> None:
         self._write(asdict(record))

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -106,7 +107,7 @@ class Trainer:
             links=config.parallel.links,
         )
         self._closing = contextlib.ExitStack()
-        self._closing.callback(self.pipeline.close)
+        self._closing.push(self.pipeline)  # its own exit tells the other ranks what failed here
         self.optimizer = Optimizer(self.pipeline.named_parameters(), config.optimizer, steps=config.steps)
         self.step = 0
         self._memory_bytes = 0
@@ -117,8 +118,10 @@ class Trainer:
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._closing.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closing.__exit__(kind, error, trace)
 
     @property
     def first(self) -> bool:

@@ -17,7 +17,7 @@ from terapipe.train.config import DataSettings, ModelSettings, OptimizerSettings
 @pytest.mark.parametrize("name", configs.PRESETS)
 def test_a_preset_survives_toml(name: str, tmp_path: Path) -> None:
     config = configs.preset(name)
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, source="synthetic")).resolve()
+    config = dataclasses.replace(config, data=DataSettings()).resolve()
     file = tmp_path / "config.toml"
     file.write_text(config_file.to_toml(config))
     assert config_file.load(file, TrainConfig()) == config
@@ -130,3 +130,13 @@ def test_uneven_stages_reach_the_plan() -> None:
     plan = TrainConfig(parallel=ParallelSettings(stage_layers=(2, 4), slices=3)).plan(2)
     assert plan.stages == ((0, 2), (2, 6))
     assert plan.slices == (171, 171, 170)
+
+
+def test_a_sequence_longer_than_learned_positions_is_refused_before_any_work() -> None:
+    with pytest.raises(ValueError, match=r"tokens is 8192, .* learned positions for 2048"):
+        dataclasses.replace(configs.preset("gpt3_1b"), tokens=8192, data=DataSettings()).resolve()
+
+
+def test_files_without_a_source_that_reads_them_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"data\.source is 'synthetic'; add --data\.source text"):
+        TrainConfig(data=DataSettings(train=(tmp_path,))).resolve()
