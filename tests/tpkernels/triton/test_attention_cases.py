@@ -15,7 +15,6 @@ import torch
 from tpkernels import Mask, PrefixCache, prefix_attention, testing
 from tpkernels.testing import AttentionCase
 
-
 # numpy, which the interpreter computes with, warns of exp(-inf) and 0 / 0 in rows that see no key.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
