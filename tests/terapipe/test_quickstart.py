@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from terapipe import cli
-from terapipe.quickstart import RANKS
+from terapipe.quickstart import MARKER, RANKS
 from terapipe.train.metrics import read_lines
 
 
@@ -24,6 +24,7 @@ def test_it_writes_everything_it_promises(tmp_path: Path) -> None:
     earlier = tmp_path / "checkpoints" / "step-00000700"
     earlier.mkdir(parents=True)
     (earlier / "run.json").write_text("{}")  # an earlier quickstart's, to be replaced
+    (tmp_path / MARKER).touch()
     done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert not earlier.exists()
@@ -57,5 +58,5 @@ def test_checkpoints_of_another_run_are_never_deleted(tmp_path: Path, capsys: py
     kept.parent.mkdir(parents=True)
     kept.write_text("precious")
     assert cli.main(["quickstart", "--run-dir", str(tmp_path)]) == 2
-    assert "no finished quickstart" in capsys.readouterr().err
+    assert "not of a quickstart" in capsys.readouterr().err
     assert kept.read_text() == "precious"

@@ -74,7 +74,7 @@ def run_local(ranks: int, argv: Sequence[str], *, threads: int = 1, module: str 
 
 def run_workers(command: Sequence[str], ranks: int, *, threads: int = 1) -> int:
     """`run_local` for any command."""
-    with _store(ranks) as port, _signals_raise():
+    with _store() as port, _signals_raise():
         workers: list[subprocess.Popen[bytes]] = []
         relays: list[threading.Thread] = []
         try:
@@ -91,7 +91,7 @@ def run_workers(command: Sequence[str], ranks: int, *, threads: int = 1) -> int:
 
 
 @contextlib.contextmanager
-def _store(ranks: int) -> Iterator[int]:
+def _store() -> Iterator[int]:
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -383,10 +383,15 @@ class Pipeline:
     def failing_in(self, action: str) -> Iterator[None]:
         """What fails inside becomes a PipelineError that names `action`, on every rank; for work between two steps that
         all ranks do together, such as a checkpoint."""
+        if self._watchdog is not None:
+            self._watchdog.at(action)
         try:
             yield
         except Exception as error:
             self._fail(action, error, rank=self.rank)
+        finally:
+            if self._watchdog is not None:
+                self._watchdog.at("idle")
 
     def _fail(self, action: str, cause: BaseException, *, rank: int) -> None:
         """Record the failure, close the links so that neighbours notice, drop the state, and raise with the origin."""

@@ -21,6 +21,7 @@ from terapipe.train.config import TrainConfig
 RANKS = 2
 ROUNDS = 10  # turns of each variant
 PROMPT = "def "
+MARKER = ".quickstart"  # in the run folder: its checkpoints are a quickstart's, and the next one may replace them
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -50,6 +51,8 @@ def run(arguments: Sequence[str]) -> int:
 
     _clear_earlier(config)
     check_start(config, ranks=RANKS, resume=False)
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    (config.run_dir / MARKER).touch()
     print(_introduction(config), flush=True)
     return launch.run_local(RANKS, ["quickstart", *arguments], threads=1)
 
@@ -59,10 +62,10 @@ def _clear_earlier(config: TrainConfig) -> None:
     folder = config.checkpoint_folder
     if not folder.exists():
         return
-    if not (config.run_dir / "summary.json").exists():
+    if not (config.run_dir / MARKER).exists():
         raise ValueError(
-            f"{folder} holds checkpoints, but {config.run_dir} is no finished quickstart (it has no summary.json); "
-            "choose another --run-dir, or delete that folder."
+            f"{folder} holds checkpoints, but not of a quickstart ({config.run_dir} has no file {MARKER}); choose "
+            "another --run-dir, or delete that folder."
         )
     shutil.rmtree(folder)
 

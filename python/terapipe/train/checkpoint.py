@@ -69,8 +69,8 @@ def save(
     folder = Path(folder)
     final = folder / f"step-{optimizer.step_count:08d}"
     partial = folder / f".{final.name}.partial"
-    alone = _rank(group) == 0
-    if alone:
+    leads = _rank(group) == 0
+    if leads:
         folder.mkdir(parents=True, exist_ok=True)
         for leftover in folder.glob(".step-*"):
             shutil.rmtree(leftover)
@@ -85,7 +85,7 @@ def save(
             process_group=group,
             no_dist=not dist.is_initialized(),
         )
-    if alone:
+    if leads:
         run = {
             "version": VERSION,
             "step": optimizer.step_count,
