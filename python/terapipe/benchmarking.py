@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import terapipe
 from terapipe.train.config_file import unknown
+from terapipe.world import launched_world
 
 Row = dict[str, Any]
 
@@ -46,9 +46,10 @@ def run(modules: Mapping[str, Path], name: str, *, json_file: Path | None, plot_
     if plot_file is not None and not hasattr(module, "plot"):
         raise ValueError(f"benchmark {name} draws no plot; use --json.")
     rows = [_as_row(row) for row in module.run()]
-    if os.environ.get("RANK", "0") != "0":
+    world = launched_world()
+    if world is not None and world.rank > 0:
         return
-    if "RANK" not in os.environ:  # a worker's rows are printed by the process that started it
+    if world is None:  # a worker's rows are printed by the process that started it
         print(table(rows))
     if json_file is not None:
         from terapipe import environment

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from terapipe import __version__
+from terapipe.world import World, launched_world
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
@@ -93,14 +94,14 @@ def train(arguments: list[str]) -> int:
         return 0
     from terapipe.train import trainer  # imports torch only for work
 
-    launched = "RANK" in os.environ
-    ranks = int(os.environ.get("WORLD_SIZE", "1")) if launched else command.local_ranks or 1
-    if launched and command.local_ranks not in (0, ranks):
+    here = launched_world()
+    world = here or World(size=command.local_ranks or 1, local_size=command.local_ranks or 1)
+    if here is not None and command.local_ranks not in (0, here.size):
         raise ValueError(
-            f"--local-ranks {command.local_ranks} inside a launch of {ranks} processes; leave one of them out."
+            f"--local-ranks {command.local_ranks} inside a launch of {here.size} processes; leave one of them out."
         )
-    trainer.check_start(command.config, ranks=ranks, resume=command.resume)
-    if command.local_ranks and not launched:
+    trainer.check_start(command.config, world=world, resume=command.resume)
+    if command.local_ranks and here is None:
         from terapipe.engine import launch
 
         return launch.run_local(command.local_ranks, ["train", *arguments], threads=command.threads_per_rank)

@@ -25,6 +25,7 @@ class OwnedParameter:
     shape: tuple[int, ...]
     rank: int
     identity: int
+    trained: bool = True
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Census:
 def own_parameters(layers: Mapping[str, nn.Module], rank: int) -> list[OwnedParameter]:
     """What this rank reports, in order."""
     return [
-        OwnedParameter(f"{layer}.{name}", tuple(parameter.shape), rank, id(parameter))
+        OwnedParameter(f"{layer}.{name}", tuple(parameter.shape), rank, id(parameter), parameter.requires_grad)
         for layer, module in layers.items()
         for name, parameter in module.named_parameters()
     ]
@@ -77,6 +78,12 @@ def take_census(reports: Sequence[Sequence[OwnedParameter]], layer_names: Sequen
         first, second = (owners[name] for name in tie)
         if first.shape != second.shape:
             raise ValueError(f"tie {tie}: shapes differ, {list(first.shape)} and {list(second.shape)}.")
+        if first.trained != second.trained:
+            frozen = tie[0] if second.trained else tie[1]
+            raise ValueError(
+                f"tie {tie}: {frozen} is frozen (requires_grad is False) and the other is not; make both "
+                "so, or their values part."
+            )
     copies = [copy for _, copy in ties]
     chained = [original for original, _ in ties if original in copies]
     if len(set(copies)) != len(copies) or chained:

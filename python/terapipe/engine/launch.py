@@ -17,21 +17,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import IO
 
+from terapipe.world import ALONE, World, launched_world
+
+__all__ = ["World", "initialize", "run_local", "run_workers", "shutdown"]
+
 GRACE_SECONDS = 6.0  # after the first failure: time for the other ranks to report and leave by themselves
 TERMINATE_SECONDS = 2.0  # and then, after a request to end, until they are killed
-
-
-@dataclass(frozen=True)
-class World:
-    """Where this process stands: `rank` of `size`, `local_rank` on its host."""
-
-    rank: int
-    size: int
-    local_rank: int
 
 
 def initialize(*, device: str = "cpu", timeout: timedelta = timedelta(minutes=30)) -> World:
@@ -39,12 +33,12 @@ def initialize(*, device: str = "cpu", timeout: timedelta = timedelta(minutes=30
 
     CPU ranks use gloo, CUDA ranks NCCL (and gloo for host tensors).  Raises RuntimeError with the variables when the
     rendezvous fails."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return World(0, 1, 0)
+    world = launched_world()
+    if world is None:
+        return ALONE
     import torch
     import torch.distributed as dist
 
-    world = World(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0")))
     if device.startswith("cuda"):
         torch.cuda.set_device(world.local_rank)
     if not dist.is_initialized():

@@ -55,8 +55,9 @@ from tpkernels.links import LinkError
 
 @dataclass(frozen=True)
 class StepResult:
-    """`loss` in nats per target and `grad_norm` of the whole model, the same on every rank; `seconds` of this rank's
-    step; `bubble_share` the share of all ranks' time in which they did not compute."""
+    """`loss` in nats per target and `grad_norm` of the whole model, the same on every rank; `tokens` in the batch,
+    with and without a target; `seconds` of this rank's step; `bubble_share` the share of all ranks' time in which they
+    did not compute (0 where one process steps every rank, since it never waits)."""
 
     loss: float
     tokens: int
@@ -67,10 +68,10 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """`loss` in nats per target over `tokens` targets, the same on every rank."""
+    """`loss` in nats per target over `targets` targets, the same on every rank."""
 
     loss: float
-    tokens: int
+    targets: int
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ class Pipeline:
         self._run(batch, None, evaluating=True)
         with self.failing_in("the loss reduction"):
             table = self._sum_with_check(batch, [self._loss_sum()])
-        return EvaluationResult(loss=table[0] / targets, tokens=targets)
+        return EvaluationResult(loss=table[0] / targets, targets=targets)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Global name -> parameter, for the layers of this process."""

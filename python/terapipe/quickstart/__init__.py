@@ -17,6 +17,7 @@ from pathlib import Path
 
 from terapipe.train import config as configs
 from terapipe.train.config import TrainConfig
+from terapipe.world import World, launched_world
 
 RANKS = 2
 ROUNDS = 10  # turns of each variant
@@ -44,13 +45,13 @@ def run(arguments: Sequence[str]) -> int:
     if options.rounds < 2:
         raise ValueError(f"--rounds is {options.rounds}; a median with a spread needs at least 2.")
     config = dataclasses.replace(default, steps=options.steps, run_dir=options.run_dir).resolve()
-    if "RANK" in os.environ:
+    if launched_world() is not None:
         return _work(config, options.rounds)
     from terapipe.engine import launch
     from terapipe.train.trainer import check_start
 
     _clear_earlier(config)
-    check_start(config, ranks=RANKS, resume=False)
+    check_start(config, world=World(size=RANKS, local_size=RANKS), resume=False)
     config.run_dir.mkdir(parents=True, exist_ok=True)
     (config.run_dir / MARKER).touch()
     print(_introduction(config), flush=True)
@@ -74,11 +75,9 @@ def _introduction(config: TrainConfig) -> str:
     model = config.model.resolve()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     text = (
-        f"Training a Llama-style model ({model.layers} layers, {model.hidden} wide, {model.parameters():,} "
-        "parameters) on "
-        f"the source text of Python's standard library:\n{config.steps} steps of one sequence of {config.tokens} "
-        "bytes, cut "
-        f"into {config.parallel.slices} slices; {RANKS} stages, each a process with one thread.\n"
+        f"Training a Llama-style model ({model.layers} layers, {model.hidden} wide, {model.parameters():,} parameters) "
+        f"on the source text of Python's standard library:\n{config.steps} steps of one sequence of {config.tokens} "
+        f"bytes, cut into {config.parallel.slices} slices; {RANKS} stages, each a process with one thread.\n"
     )
     few = f"Note: only {cores} core is usable here, so the stages take turns and the times below say little.\n"
     return text + few if cores < RANKS else text

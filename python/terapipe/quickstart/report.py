@@ -70,9 +70,8 @@ def _table(comparison: Comparison) -> str:
 def _verdict(comparison: Comparison) -> str:
     return (
         f"Slices make the two-stage pipeline {comparison.speedup:.2f}x as fast; the bound for {comparison.slices} "
-        "equal slices "
-        f"is 2k/(k+1) = {comparison.bound:.2f}x.\n"
-        "(*) Not the rival: stages stand for machines or devices that cannot share memory, as two threads of one "
+        f"equal slices is 2k/(k+1) = {comparison.bound:.2f}x.\n"
+        "(*) Not the rival: stages stand for machines or devices that cannot share memory as two threads of one "
         "process do."
     )
 
@@ -80,8 +79,7 @@ def _verdict(comparison: Comparison) -> str:
 def _losses(summary: Summary) -> str:
     return (
         f"Validation loss {summary['validation_loss_before']:.2f} before and {summary['validation_loss_after']:.2f} "
-        "after "
-        f"{summary['steps']} steps, in nats a byte; training took {summary['train_s']:.0f} s."
+        f"after {summary['steps']} steps, in nats a byte; training took {summary['train_s']:.0f} s."
     )
 
 

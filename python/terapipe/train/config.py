@@ -83,6 +83,8 @@ class DataSettings:
     """Storage type of a bin file."""
     document_end: int | None = None
     """Token id that ends a document in a bin file; tokens then see only their own document."""
+    document_tokens: int = 0
+    """Synthetic: mean document length; 0: a sequence is one document."""
     packed: bool = True
     """Text: files that share a sequence do not see each other. Off: tokens see whatever shares their sequence."""
 
@@ -220,6 +222,11 @@ class TrainConfig:
                 f"model.vocab is {model.vocab}, but text data needs {BYTE_VOCAB} token ids: every byte and the end "
                 "of a document."
             )
+        for key, value in (("beta1", self.optimizer.beta1), ("beta2", self.optimizer.beta2)):
+            if not 0.0 <= value < 1.0:
+                raise ValueError(f"optimizer.{key} is {value}; it must be at least 0 and below 1.")
+        if not self.optimizer.eps > 0.0:
+            raise ValueError(f"optimizer.eps is {self.optimizer.eps}; it must be above 0.")
         if not 0.0 < self.data.validation_share < 1.0:
             raise ValueError(f"data.validation_share is {self.data.validation_share}; it must lie between 0 and 1.")
 
@@ -229,7 +236,8 @@ class TrainConfig:
 
 
 _AT_LEAST = {
-    **dict.fromkeys(("steps", "evaluate_every", "evaluate_sequences", "parallel.ranks", "checkpoint.every"), 0),
+    **dict.fromkeys(("steps", "seed", "evaluate_every", "evaluate_sequences", "checkpoint.every"), 0),
+    **dict.fromkeys(("parallel.ranks", "data.document_tokens"), 0),
     **dict.fromkeys(("tokens", "log_every", "checkpoint.keep"), 1),
     **{f"parallel.{key}": 1 for key in ("slices", "micros", "micro_size", "warmup_per_hop")},
     **{f"optimizer.{key}": 0 for key in ("learning_rate", "min_learning_rate", "warmup_steps", "weight_decay", "clip")},

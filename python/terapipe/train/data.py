@@ -282,7 +282,9 @@ class Synthetic:
 def open_source(settings: DataSettings, *, vocab: int, tokens: int, sequences: int, seed: int) -> Source:
     """The source that a training config names."""
     if settings.source == "synthetic":
-        return Synthetic(tokens=tokens, vocab=vocab, sequences=sequences, seed=seed)
+        return Synthetic(
+            tokens=tokens, vocab=vocab, sequences=sequences, document_tokens=settings.document_tokens, seed=seed
+        )
     if settings.source == "text":
         return text(
             settings.train,

@@ -10,6 +10,7 @@ first.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -38,11 +39,11 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class ValidationMetrics:
-    """After `step` optimizer steps: nats a token over the validation sequences."""
+    """After `step` optimizer steps: nats a target over the `targets` of the validation sequences."""
 
     step: int
     validation_loss: float
-    tokens: int
+    targets: int
 
 
 Metrics = StepMetrics | ValidationMetrics
@@ -52,8 +53,12 @@ class MetricsFile:
     """Appends a line per record and flushes it, so that a killed run keeps every finished step."""
 
     def __init__(self, path: Path, *, first_step: int = 0) -> None:
-        """Lines after `first_step` completed steps are dropped; 0 starts a new file."""
+        """Lines after `first_step` completed steps are dropped; 0 starts a new file and keeps an earlier run's beside
+        it, under the first free name of `metrics.1.jsonl`, `metrics.2.jsonl`, ..."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        if first_step == 0 and path.exists() and path.stat().st_size > 0:
+            numbered = (path.with_suffix(f".{number}{path.suffix}") for number in itertools.count(1))
+            path.rename(next(earlier for earlier in numbered if not earlier.exists()))
         kept = [line for line in read_lines(path) if line["step"] <= first_step] if first_step else []
         if kept:  # put in place whole: a kill in between must not lose them
             whole = path.with_suffix(".tmp")
@@ -135,7 +140,7 @@ class Progress:
 
     def validation(self, record: ValidationMetrics) -> None:
         loss = f"{record.validation_loss:.4f} nats a token"
-        line = f"validation loss after {record.step} steps: {loss} ({record.tokens:,} tokens)"
+        line = f"validation loss after {record.step} steps: {loss} ({record.targets:,} targets)"
         if self._bar is not None:
             self._bar.console.print(line, highlight=False)
         else:
@@ -145,9 +150,9 @@ class Progress:
 def figures(record: StepMetrics) -> str:
     """Everything of a step in one line."""
     return (
-        f"loss {record.loss:.4f}  norm {record.grad_norm:.3f}  lr {record.lr:.2e}  {record.tokens_per_s:,.0f} "
-        "tokens/s  "
-        f"{record.step_s * 1e3:.0f} ms  bubble {record.bubble_share:.0%}  {record.memory_bytes / 2**20:,.0f} MiB"
+        f"loss {record.loss:.4f}  norm {record.grad_norm:.3f}  lr {record.lr:.2e}  "
+        f"{record.tokens_per_s:,.0f} tokens/s  {record.step_s * 1e3:.0f} ms  bubble {record.bubble_share:.0%}  "
+        f"{record.memory_bytes / 2**20:,.0f} MiB"
     )
 
 

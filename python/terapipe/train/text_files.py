@@ -37,7 +37,7 @@ def find_files(paths: Sequence[str | Path] | str | Path, suffixes: Sequence[str]
             below = [path]
         elif path.is_dir():
             below = [file for file in path.rglob("*") if file.suffix in suffixes and file.is_file()]
-            if path == stdlib_text():
+            if path == Path(sysconfig.get_paths()["stdlib"]):
                 below = [file for file in below if not NOT_LIBRARY_SOURCE & set(file.relative_to(path).parts)]
         else:
             anchor = Path(path.anchor)

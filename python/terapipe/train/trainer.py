@@ -29,6 +29,7 @@ from terapipe.train.config_file import to_toml
 from terapipe.train.data import Source, open_source
 from terapipe.train.metrics import MetricsFile, Progress, StepMetrics, ValidationMetrics
 from terapipe.train.optimizer import Optimizer
+from terapipe.world import ALONE, World, launched_world
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -49,7 +50,7 @@ class TrainResult:
 
 def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
     """Run `config` to its last step in this process, joining the launch named by the environment if there is one."""
-    device = pick_device(config.device)
+    device = pick_device(config.device, launched_world() or ALONE)
     world = launch.initialize(device=device)
     if device == "cuda":
         device = f"cuda:{world.local_rank}"
@@ -60,23 +61,29 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
         launch.shutdown()
 
 
-def check_start(config: TrainConfig, *, ranks: int, resume: bool) -> None:
+def check_start(config: TrainConfig, *, world: World, resume: bool) -> None:
     """Everything that can be refused before a process is started or a file written: ValueError with the remedy."""
     config = config.resolve()
-    config.plan(_pipeline_ranks(config, ranks))
-    _check_links(config, ranks)
+    config.plan(_pipeline_ranks(config, world.size))
+    _check_links(config, world.size)
     _open(config)
     _check_run_dir(config, resume)
-    pick_device(config.device)
+    pick_device(config.device, world)
 
 
-def pick_device(name: str) -> str:
-    """ "cpu" or "cuda". ValueError for a GPU that is not there."""
-    if name == "cuda" and not torch.cuda.is_available():
+def pick_device(name: str, world: World) -> str:
+    """ "cpu" or "cuda". ValueError for GPUs that are not there: each local rank needs one of its own."""
+    gpus = torch.cuda.device_count() if name != "cpu" and torch.cuda.is_available() else 0
+    if name == "cuda" and gpus == 0:
         raise ValueError(
             "device is 'cuda', but torch sees no GPU here; use --device cpu, or see what `terapipe env` says."
         )
-    return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
+    if 0 < gpus < world.local_size:
+        raise ValueError(
+            f"{world.local_size} local ranks need a GPU each, but torch sees {gpus}; start {gpus}, or use --device cpu "
+            "(one process can step several ranks on one GPU: --parallel.ranks N without --local-ranks)."
+        )
+    return "cuda" if gpus else "cpu"
 
 
 class Trainer:
@@ -86,7 +93,7 @@ class Trainer:
     use, a checkpoint of another model; PipelineError when a rank fails.
     """
 
-    def __init__(self, config: TrainConfig, *, world: launch.World, device: str = "cpu", resume: bool = False) -> None:
+    def __init__(self, config: TrainConfig, *, world: World, device: str = "cpu", resume: bool = False) -> None:
         self.config = config = config.resolve()
         self.world, self.device = world, device
         self.model = config.model.resolve()
@@ -170,11 +177,11 @@ class Trainer:
         none."""
         sequences = self.plan.micros * self.plan.micro_size
         batches = min(self.source.validation_batches, -(-self.config.evaluate_sequences // sequences))
-        total, tokens = 0.0, 0
+        total, targets = 0.0, 0
         for index in range(batches):
             result = self.pipeline.evaluate(self.source.validation(index))
-            total, tokens = total + result.loss * result.tokens, tokens + result.tokens
-        return ValidationMetrics(self.step, total / tokens, tokens) if tokens else None
+            total, targets = total + result.loss * result.targets, targets + result.targets
+        return ValidationMetrics(self.step, total / targets, targets) if targets else None
 
     def save(self) -> Path:
         """Write a checkpoint of the state after `step` steps; every rank calls it."""

@@ -9,8 +9,10 @@ from terapipe.engine.census import OwnedParameter, take_census
 LAYERS = ["blocks.1", "blocks.10", "blocks", "head"]
 
 
-def _owned(name: str, rank: int = 0, shape: tuple[int, ...] = (2,), identity: int | None = None) -> OwnedParameter:
-    return OwnedParameter(name, shape, rank, hash(name) if identity is None else identity)
+def _owned(
+    name: str, rank: int = 0, shape: tuple[int, ...] = (2,), identity: int | None = None, trained: bool = True
+) -> OwnedParameter:
+    return OwnedParameter(name, shape, rank, hash(name) if identity is None else identity, trained)
 
 
 def test_names_follow_the_layers_and_not_the_ranks() -> None:
@@ -47,8 +49,9 @@ def test_equal_identities_on_two_ranks_are_two_tensors() -> None:
         ([[_owned("tail.a")]], [], "tail.a belongs to no layer of blocks.1, blocks.10, blocks, head"),
         ([[_owned("head.a")]], [("head.a", "head.b")], "no layer has a parameter 'head.b'; the names are head.a"),
         ([[_owned("head.a"), _owned("head.b", shape=(3,))]], [("head.a", "head.b")], r"shapes differ, \[2\] and \[3\]"),
+        ([[_owned("head.a"), _owned("head.b", trained=False)]], [("head.a", "head.b")], "head.b is frozen"),
     ],
-    ids=["twice", "shared", "no layer", "unknown tie", "tied shapes"],
+    ids=["twice", "shared", "no layer", "unknown tie", "tied shapes", "one frozen copy"],
 )
 def test_what_does_not_add_up_is_named(
     reports: list[list[OwnedParameter]], ties: list[tuple[str, str]], match: str

@@ -94,6 +94,9 @@ def test_sizes_that_follow_are_derived_again() -> None:
         (TrainConfig(steps=-1), ["steps is -1"]),
         (TrainConfig(parallel=ParallelSettings(micros=0)), ["parallel.micros is 0"]),
         (TrainConfig(optimizer=OptimizerSettings(learning_rate=float("nan"))), ["optimizer.learning_rate is nan"]),
+        (TrainConfig(optimizer=OptimizerSettings(beta2=1.0)), ["optimizer.beta2 is 1.0", "below 1"]),
+        (TrainConfig(optimizer=OptimizerSettings(eps=0.0)), ["optimizer.eps is 0.0"]),
+        (TrainConfig(seed=-1), ["seed is -1"]),
         (TrainConfig(data=DataSettings(source="text")), ["data.train names no file", "--data.train"]),
         (TrainConfig(data=DataSettings(source="text", train=(Path("no/such"),))), ["no/such does not exist"]),
         (

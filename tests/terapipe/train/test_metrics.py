@@ -19,7 +19,7 @@ def test_every_record_is_on_disk_at_once_with_the_fixed_keys(tmp_path: Path) -> 
     file.write(ValidationMetrics(0, 5.5, 64))
     file.write(step(1))
     lines = (tmp_path / "new" / "metrics.jsonl").read_text().splitlines()  # before close
-    assert list(json.loads(lines[0])) == ["step", "validation_loss", "tokens"]
+    assert list(json.loads(lines[0])) == ["step", "validation_loss", "targets"]
     assert list(json.loads(lines[1])) == KEYS
     file.close()
 
@@ -43,8 +43,16 @@ def test_resuming_drops_what_will_be_repeated_and_a_torn_line(tmp_path: Path) ->
     file.write(step(4, loss=9.0))
     file.close()
     assert [(line["step"], line["loss"]) for line in read_lines(path)] == [(1, 2.5), (2, 2.5), (3, 2.5), (4, 9.0)]
-    MetricsFile(path).close()
-    assert read_lines(path) == []
+
+
+def test_a_new_run_keeps_the_lines_of_earlier_ones(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        file = MetricsFile(tmp_path / "metrics.jsonl")
+        assert read_lines(tmp_path / "metrics.jsonl") == []
+        file.write(step(number))
+        file.close()
+    kept = {path.name: read_lines(path)[0]["step"] for path in tmp_path.iterdir()}
+    assert kept == {"metrics.1.jsonl": 1, "metrics.2.jsonl": 2, "metrics.jsonl": 3}
 
 
 def test_without_a_terminal_a_plain_line_comes_now_and_then() -> None:

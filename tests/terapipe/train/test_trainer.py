@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from terapipe.engine.launch import World
 from terapipe.train import config_file
 from terapipe.train.config import (
     DataSettings,
@@ -25,6 +24,7 @@ from terapipe.train.config import (
 )
 from terapipe.train.metrics import read_lines
 from terapipe.train.trainer import Trainer, TrainResult, check_start, pick_device
+from terapipe.world import World
 
 TINY = TrainConfig(
     model=ModelSettings(vocab=32, hidden=16, layers=2, heads=2, kv_heads=1),
@@ -47,7 +47,7 @@ def with_changes(config: TrainConfig, **changes: object) -> TrainConfig:
 
 
 def run(config: TrainConfig, *, resume: bool = False) -> TrainResult:
-    with Trainer(config, world=World(0, 1, 0), resume=resume) as trainer:
+    with Trainer(config, world=World(), resume=resume) as trainer:
         return trainer.fit(print_line=lambda line: None, bar=False)
 
 
@@ -80,7 +80,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(dtype: str, tmp_path: Pa
     whole = with_changes(config, run_dir=tmp_path / "whole")
     result = run(whole)
     broken = with_changes(config, run_dir=tmp_path / "broken")
-    with Trainer(broken, world=World(0, 1, 0)) as trainer:  # stops after step 5, so step 5 is done twice
+    with Trainer(broken, world=World()) as trainer:  # stops after step 5, so step 5 is done twice
         for _ in range(5):
             record = trainer.train_step()
             trainer._record(record)
@@ -129,7 +129,7 @@ def test_a_token_id_outside_the_vocabulary_is_refused_before_the_first_step(tmp_
 def test_starts_that_would_lose_work_are_refused(tmp_path: Path) -> None:
     config = with_changes(TINY, run_dir=tmp_path / "run", steps=2, checkpoint__every=1)
     with pytest.raises(ValueError, match="nothing to resume"):
-        check_start(config, ranks=1, resume=True)
+        check_start(config, world=World(), resume=True)
     run(config)
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     with pytest.raises(ValueError, match=r"holds checkpoints of an earlier run.*--resume"):
@@ -153,15 +153,26 @@ def test_starts_that_would_lose_work_are_refused(tmp_path: Path) -> None:
 )
 def test_a_start_that_does_not_fit_is_refused(changes: dict, processes: int, words: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=words):
-        check_start(with_changes(TINY, run_dir=tmp_path / "run", **changes), ranks=processes, resume=False)
+        config = with_changes(TINY, run_dir=tmp_path / "run", **changes)
+        check_start(config, world=World(size=processes, local_size=processes), resume=False)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert pick_device("auto") == "cpu"
+    assert pick_device("auto", World()) == "cpu"
     with pytest.raises(ValueError, match="torch sees no GPU"):
-        pick_device("cuda")
+        pick_device("cuda", World())
+
+
+def test_fewer_gpus_than_local_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    for name in ("auto", "cuda"):
+        assert pick_device(name, World(size=4, local_size=2)) == "cuda"
+        with pytest.raises(ValueError, match=r"3 local ranks need a GPU each, but torch sees 2; start 2"):
+            pick_device(name, World(size=3, local_size=3))
+    assert pick_device("cpu", World(size=3, local_size=3)) == "cpu"
 
 
 def test_a_diverged_run_stops_with_the_step(tmp_path: Path) -> None:
