@@ -1,0 +1,374 @@
+"""What layers, stages and links cost, as data: seconds of a slice by (micro size, slice length, prefix length), bytes.
+
+A `CostModel` holds the costs of one model on one kind of device: for each kind of layer (embedding, block, head with
+the loss) the forward, the input gradient and the weight gradient, the bytes it keeps, and for each kind of link a
+latency and a bandwidth. Where they came from (`source`) is measured, analytic or a table; the form is the same, so
+stages of any layers, the search and the simulator treat them alike. Lengths and starts are in tokens here.
+
+The trap: a full backward is the input gradient plus the weight gradient, never a fourth curve.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+from terapipe.models.config import EMBEDDING, HEAD, ModelConfig
+from terapipe.planner.fit import Context, FitError, Point, fit_context
+from terapipe.planner.slicing import SliceCosts
+
+if TYPE_CHECKING:
+    from terapipe.planner.slicing import Costs
+
+BLOCK = "block"
+LAYER_KINDS = (EMBEDDING, BLOCK, HEAD)
+PASSES = ("forward", "input_grad", "weight_grad")
+SOURCES = ("measured", "analytic", "table")
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def _require_time(what: str, value: float) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise ValueError(f"{what} is {value!r}; it must be a finite number from 0 up: measure it again, or correct it.")
+
+
+NO_CONTEXT = Context()
+
+
+class PassCost(Protocol):
+    """Seconds of one pass over one layer: of a slice of `length` tokens behind a prefix of `start` tokens."""
+
+    def __call__(self, length: int, start: int) -> float: ...
+
+
+@dataclass(frozen=True)
+class CurveCost:
+    """A curve at start 0 (`lengths` ascending, `seconds`) and a context term.
+
+    Between two lengths the curve is a straight line plus the causal attention's `per_start_length * length^2 / 2`,
+    which is not straight; beyond the last length it goes on as the last two say; below the first it is constant.
+    """
+
+    lengths: tuple[int, ...]
+    seconds: tuple[float, ...]
+    context: Context = NO_CONTEXT
+
+    def __post_init__(self) -> None:
+        if len(self.lengths) != len(self.seconds) or not self.lengths:
+            raise ValueError(
+                f"a cost curve needs one time for each length, got {len(self.lengths)} lengths and "
+                f"{len(self.seconds)} seconds; give the missing ones."
+            )
+        if any(a >= b for a, b in itertools.pairwise(self.lengths)) or self.lengths[0] < 1:
+            raise ValueError(f"the lengths of a cost curve must ascend from at least 1, got {list(self.lengths)}.")
+        for length, value in zip(self.lengths, self.seconds, strict=True):
+            _require_time(f"the cost of {length} tokens", value)
+        for name, value in self.context._asdict().items():
+            _require_time(f"the context coefficient {name}", value)
+
+    def base(self, length: int) -> float:
+        """At start 0."""
+        lengths, seconds = self.lengths, self.seconds
+        if len(lengths) == 1 or length <= lengths[0]:
+            return seconds[0]
+        high = min(max(1, bisect.bisect_left(lengths, length)), len(lengths) - 1)
+        low = high - 1
+        attention = self.context.per_start_length / 2
+        first, last = (seconds[i] - attention * lengths[i] ** 2 for i in (low, high))
+        straight = first + (last - first) * (length - lengths[low]) / (lengths[high] - lengths[low])
+        return max(0.0, straight + attention * length**2)
+
+    def __call__(self, length: int, start: int) -> float:
+        return self.base(length) + self.context(length, start)
+
+    @classmethod
+    def fit(cls, points: Iterable[Point]) -> CurveCost:
+        """From measured points; where a (length, start) was measured several times, give the median."""
+        found = sorted(points)
+        for point in found:
+            _require_time(f"the measured cost of {point.length} tokens behind {point.start}", point.seconds)
+        base = {point.length: point.seconds for point in found if point.start == 0}
+        if not base:
+            raise ValueError("a cost curve needs points at start 0, got none; measure slices without a prefix too.")
+        return cls(tuple(base), tuple(base.values()), fit_context(found, base))
+
+    def error(self, points: Iterable[Point]) -> FitError:
+        """Of this curve on `points`."""
+        return FitError.of(self(p.length, p.start) / p.seconds - 1 for p in points if p.seconds > 0)
+
+
+@dataclass(frozen=True)
+class GridCost:
+    """A table: `seconds[i][j]` of `lengths[j]` tokens behind `starts[i]`; bilinear between, linear beyond its ends."""
+
+    lengths: tuple[int, ...]
+    starts: tuple[int, ...]
+    seconds: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.lengths or not self.starts:
+            raise ValueError("a cost table needs at least one length and one start.")
+        for name, axis in (("lengths", self.lengths), ("starts", self.starts)):
+            if any(a >= b for a, b in itertools.pairwise(axis)):
+                raise ValueError(f"the {name} of a cost table must ascend, got {list(axis)}.")
+        if len(self.seconds) != len(self.starts):
+            raise ValueError(
+                f"a cost table needs a row for each of {len(self.starts)} starts, got {len(self.seconds)}."
+            )
+        for start, row in zip(self.starts, self.seconds, strict=True):
+            if len(row) != len(self.lengths):
+                raise ValueError(
+                    f"the row of start {start} in a cost table has {len(row)} times for {len(self.lengths)} lengths; "
+                    f"give the missing ones."
+                )
+            for length, value in zip(self.lengths, row, strict=True):
+                _require_time(f"the cost of {length} tokens behind {start}", value)
+
+    def __call__(self, length: int, start: int) -> float:
+        row, beside = _bracket(self.starts, start)
+        column, next_column = _bracket(self.lengths, length)
+        values = [
+            _between(self.lengths, self.seconds[i], column, next_column, length) for i in dict.fromkeys((row, beside))
+        ]
+        if len(values) == 1:
+            return max(0.0, values[0])
+        share = (start - self.starts[row]) / (self.starts[beside] - self.starts[row])
+        return max(0.0, values[0] + (values[1] - values[0]) * share)
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """One kind of layer, by micro size for the passes. Bytes are of one sequence's tokens.
+
+    saved_bytes_per_token: what one token's forward keeps for its backward. cache_bytes_per_token: its K and V.
+    accumulator_bytes_per_token: fp32 sums of their gradients, one pair a layer.
+    """
+
+    parameters: int
+    saved_bytes_per_token: float
+    cache_bytes_per_token: float
+    accumulator_bytes_per_token: float
+    forward: Mapping[int, PassCost]
+    input_grad: Mapping[int, PassCost]
+    weight_grad: Mapping[int, PassCost]
+
+    def __post_init__(self) -> None:
+        for name in ("parameters", "saved_bytes_per_token", "cache_bytes_per_token", "accumulator_bytes_per_token"):
+            _require_time(name, getattr(self, name))
+        sizes = {name: sorted(getattr(self, name)) for name in PASSES}
+        if not sizes["forward"] or any(found != sizes["forward"] for found in sizes.values()):
+            raise ValueError(f"every pass of a layer needs the same micro sizes, at least one; got {sizes}.")
+
+
+@dataclass(frozen=True)
+class LinkModel:
+    """A transfer of `n` bytes arrives after `latency_s + n / bytes_per_s` and keeps its link busy for the latter.
+    `put_s`: how long the sender itself is held up by a transfer, `take_s` the receiver."""
+
+    latency_s: float
+    bytes_per_s: float
+    put_s: float = 0.0
+    take_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("latency_s", "put_s", "take_s"):
+            _require_time(f"{name} of a link", getattr(self, name))
+        if not 0 < self.bytes_per_s < math.inf:
+            raise ValueError(f"bytes_per_s of a link must be positive and finite, got {self.bytes_per_s!r}.")
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """Seconds beside layers and links: of every action (the interpreter), of a step, of a step for each parameter of
+    a rank (norm and update). `shared_slowdown`: times by which an action is slower while all ranks work, where ranks
+    share a machine; the costs above are those of a busy machine, so a lone rank runs this much faster."""
+
+    action_s: float = 0.0
+    step_s: float = 0.0
+    parameter_s: float = 0.0
+    shared_slowdown: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("action_s", "step_s", "parameter_s", "shared_slowdown"):
+            _require_time(f"overhead {name}", getattr(self, name))
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """See the top of this file. `tensor`: over how many devices each stage is cut. `links`: by kind. `notes`: what a
+    person should know, such as the fit's error."""
+
+    source: str
+    hardware: str
+    model: ModelConfig
+    dtype: str
+    max_tokens: int
+    layers: Mapping[str, LayerCosts]
+    links: Mapping[str, LinkModel]
+    tensor: int = 1
+    overheads: Overheads = field(default_factory=Overheads)
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.source not in SOURCES:
+            raise ValueError(f"the source of costs is {self.source!r}; it must be one of {', '.join(SOURCES)}.")
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"the dtype of costs is {self.dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}.")
+        missing = [kind for kind in LAYER_KINDS if kind not in self.layers]
+        if missing:
+            raise ValueError(f"the costs lack the layer {missing[0]!r}; they need {', '.join(LAYER_KINDS)}.")
+        if not self.links:
+            raise ValueError("the costs name no link; give at least one kind with latency_s and bytes_per_s.")
+
+    @cached_property
+    def micro_sizes(self) -> tuple[int, ...]:
+        """Those that every layer has costs for."""
+        return tuple(sorted(set.intersection(*(set(layer.forward) for layer in self.layers.values()))))
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that stages are made of: embedding, blocks, head."""
+        return self.model.layers + 2
+
+    def layer(self, index: int) -> LayerCosts:
+        """Of the layer with this global index."""
+        return self.layers[EMBEDDING if index == 0 else HEAD if index == self.num_layers - 1 else BLOCK]
+
+    def stage(self, first: int, last: int) -> StageCosts:
+        """Of layers [first, last)."""
+        if not 0 <= first < last <= self.num_layers:
+            raise ValueError(f"no stage [{first}, {last}) in a model of {self.num_layers} layers.")
+        counts = {EMBEDDING: int(first == 0), HEAD: int(last == self.num_layers)}
+        counts[BLOCK] = last - first - sum(counts.values())
+        return StageCosts(self, tuple((self.layers[kind], count) for kind, count in counts.items() if count))
+
+    def hand_off_bytes(self, micro_size: int, length: int) -> int:
+        """Of one slice's hidden states between two stages."""
+        return micro_size * length * self.model.hidden * DTYPE_BYTES[self.dtype]
+
+    def transfer(self, kind: str, micro_size: int, length: int) -> float:
+        """Seconds until one slice's hidden states have arrived over a link of that kind."""
+        link = self.link(kind)
+        return link.latency_s + self.hand_off_bytes(micro_size, length) / link.bytes_per_s
+
+    def link(self, kind: str) -> LinkModel:
+        if kind not in self.links:
+            raise ValueError(f"the costs have no link of kind {kind!r}; they have {', '.join(self.links)}.")
+        return self.links[kind]
+
+    def __str__(self) -> str:
+        from terapipe.planner.report import describe_costs
+
+        return describe_costs(self)
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """The costs of a run of layers: sums over them."""
+
+    costs: CostModel
+    layers: tuple[tuple[LayerCosts, int], ...]
+
+    def forward(self, micro_size: int, length: int, start: int) -> float:
+        return self._sum("forward", micro_size, length, start)
+
+    def input_grad(self, micro_size: int, length: int, start: int) -> float:
+        return self._sum("input_grad", micro_size, length, start)
+
+    def weight_grad(self, micro_size: int, length: int, start: int) -> float:
+        return self._sum("weight_grad", micro_size, length, start)
+
+    def backward(self, micro_size: int, length: int, start: int) -> float:
+        return self.input_grad(micro_size, length, start) + self.weight_grad(micro_size, length, start)
+
+    @property
+    def parameters(self) -> int:
+        return sum(layer.parameters * count for layer, count in self.layers)
+
+    def saved_bytes(self, micro_size: int, length: int, *, recompute: bool = False) -> float:
+        """What one slice keeps from its forward to its backward; with recomputation its input alone."""
+        if recompute:
+            return self.costs.hand_off_bytes(micro_size, length)
+        return micro_size * length * sum(layer.saved_bytes_per_token * count for layer, count in self.layers)
+
+    def cache_bytes(self, micro_size: int, tokens: int) -> float:
+        """K and V of one micro in flight."""
+        return micro_size * tokens * sum(layer.cache_bytes_per_token * count for layer, count in self.layers)
+
+    def fixed_bytes(self, micro_size: int, tokens: int, *, replicas: int = 1, recompute: bool = False) -> float:
+        """Weights, gradients, optimizer state (over `replicas`), accumulators; one layer's activations when they are
+        recomputed."""
+        accumulators = sum(layer.accumulator_bytes_per_token * count for layer, count in self.layers)
+        most = max(layer.saved_bytes_per_token for layer, _ in self.layers) if recompute else 0.0
+        per_parameter = parameter_bytes(self.costs.dtype, replicas)
+        return self.parameters * per_parameter + micro_size * tokens * (accumulators + most)
+
+    def slice_costs(
+        self, micro_size: int, *, unit: int, units: int, added: Sequence[float] = (), recompute: bool = False
+    ) -> Costs:
+        """Forward and backward of every slice of whole units, as the slicing search takes them. added: more seconds of
+        a slice by its length in units (transfers, overhead)."""
+        weights = {"forward": 2.0 if recompute else 1.0, "input_grad": 1.0, "weight_grad": 1.0}
+        parts = [
+            (getattr(layer, name)[micro_size], count * weight)
+            for layer, count in self.layers
+            for name, weight in weights.items()
+        ]
+        more = list(added) or [0.0] * units
+        curves = [(cost, weight) for cost, weight in parts if isinstance(cost, CurveCost)]
+        if len(curves) < len(parts):
+            import numpy as np
+
+            infinite = math.inf
+            return np.array(
+                [
+                    [
+                        sum(w * c((n + 1) * unit, s * unit) for c, w in parts) + more[n] if s + n < units else infinite
+                        for n in range(units)
+                    ]
+                    for s in range(units)
+                ]
+            )
+        base = tuple(sum(w * c.base(n * unit) for c, w in curves) + more[n - 1] for n in range(1, units + 1))
+        return SliceCosts(
+            base,
+            constant=sum(w * c.context.constant for c, w in curves),
+            per_start=unit * sum(w * c.context.per_start for c, w in curves),
+            per_start_length=unit * unit * sum(w * c.context.per_start_length for c, w in curves),
+        )
+
+    def _sum(self, name: str, micro_size: int, length: int, start: int) -> float:
+        total = 0.0
+        for layer, count in self.layers:
+            by_size = getattr(layer, name)
+            if micro_size not in by_size:
+                raise ValueError(
+                    f"the costs have no micro size {micro_size}, only {sorted(by_size)}; choose one of these, or "
+                    f"profile it."
+                )
+            total += count * by_size[micro_size](length, start)
+        return total
+
+
+def parameter_bytes(dtype: str, replicas: int = 1) -> float:
+    """Of one parameter with its gradient and AdamW's state: fp32 4 + 4 + 8; 16 bits 2 + 4 (fp32 gradient) + 12 (master
+    and moments). Moments and masters are shared out over the replicas (ZeRO-1)."""
+    weight = DTYPE_BYTES[dtype]
+    return weight + 4 + (8 + (4 if weight < 4 else 0)) / replicas
+
+
+def _bracket(axis: Sequence[int], at: int) -> tuple[int, int]:
+    """The two indices between which `at` lies (the outermost two beyond the ends; one twice if there is only one)."""
+    high = min(max(1, bisect.bisect_left(axis, at)), len(axis) - 1)
+    return max(0, high - 1), high
+
+
+def _between(axis: Sequence[int], values: Sequence[float], low: int, high: int, at: int) -> float:
+    if low == high:
+        return values[low]
+    return values[low] + (values[high] - values[low]) * (at - axis[low]) / (axis[high] - axis[low])
