@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import terapipe
-from terapipe.train.config_file import unknown
+from terapipe.names import unknown
 from terapipe.world import launched_world
 
 Row = dict[str, Any]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from terapipe import __version__
+from terapipe.names import unknown
 from terapipe.world import World, launched_world
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
@@ -51,8 +52,6 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     name = arguments[0]
     if name not in VERBS:
-        from terapipe.train.config_file import unknown
-
         raise ValueError(unknown("verb", name, VERBS))
     return VERBS[name](arguments[1:])
 
@@ -152,7 +151,20 @@ def quickstart(arguments: list[str]) -> int:
     return quickstart.run(arguments)
 
 
-VERBS: dict[str, Callable[[list[str]], int]] = {"quickstart": quickstart, "train": train, "env": env, "bench": bench}
+def reproduce(arguments: list[str]) -> int:
+    """Replay the paper's experiments in simulation, published numbers beside."""
+    from terapipe.planner import reproduce as replay
+
+    return replay.main(arguments)
+
+
+VERBS: dict[str, Callable[[list[str]], int]] = {
+    "quickstart": quickstart,
+    "train": train,
+    "reproduce": reproduce,
+    "bench": bench,
+    "env": env,
+}
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -7,7 +7,6 @@ data, saved as JSON, and every rank of a run must hold the same one. The trap: `
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 import operator
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from terapipe.names import unknown
 from terapipe.schedule.check import check
 from terapipe.schedule.generators import GENERATORS
 from terapipe.schedule.schedule import Schedule
@@ -107,7 +107,7 @@ class Plan:
         for name in sorted(known - set(fields)):
             raise ValueError(f"the plan file lacks {name!r}")
         for name in sorted(set(fields) - known):
-            raise ValueError(f"the plan file has an unknown key {name!r}{_nearest(name, known)}")
+            raise ValueError(f"the plan file: {unknown('key', name, known)}")
         try:
             return Plan(
                 slices=tuple(fields["slices"]),
@@ -140,9 +140,7 @@ def make_plan(
     for name, value in (("layers", layers), ("ranks", ranks), ("tokens", tokens), ("micros", micros)):
         _positive(name, value)
     if schedule not in GENERATORS:
-        raise ValueError(
-            f"unknown schedule {schedule!r}{_nearest(schedule, GENERATORS)}; known: {', '.join(GENERATORS)}"
-        )
+        raise ValueError(unknown("schedule", schedule, GENERATORS))
     if isinstance(slices, Sequence) and not isinstance(slices, str):
         lengths = _slice_lengths(slices)
         if sum(lengths) != tokens:
@@ -219,11 +217,6 @@ def _positive(name: str, value: Any, *, of: str = "") -> int:
     if isinstance(value, bool) or number < 1:
         raise ValueError(f"{name} must be at least 1, got {value!r}{within}")
     return number
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.4)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _brief(items: Sequence[Any]) -> str:

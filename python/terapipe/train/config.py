@@ -15,8 +15,8 @@ from typing import Any, Literal
 from terapipe.models.config import ModelConfig
 from terapipe.models.presets import BYTE_VOCAB
 from terapipe.models.presets import PRESETS as MODELS
+from terapipe.names import unknown
 from terapipe.schedule import Plan, make_plan
-from terapipe.train.config_file import unknown
 from terapipe.train.text_files import stdlib_text
 
 

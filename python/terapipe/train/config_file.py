@@ -9,22 +9,16 @@ through `from_dict`.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from terapipe.names import unknown
+
 Settings = TypeVar("Settings")
-
-
-def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """`unknown KIND NAME`, with the nearest known one, or all of them when none is near."""
-    known = sorted(known)
-    near = known if len(known) == 1 else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"unknown {kind} {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}.")
 
 
 def load(path: Path, base: Settings) -> Settings:
