@@ -1,7 +1,8 @@
 // cuda/device.cuh: what device code stands on: the CUDA language, or csrc/emulator's stand-in for it when TPK_EMULATOR is defined.
 // Every *.cuh includes this and nothing of CUDA itself, so that one source runs on a GPU and, for tests, on the host. Code may use:
 // __global__, __device__, __forceinline__, __launch_bounds__, __grid_constant__; threadIdx, blockIdx, blockDim, gridDim (x only);
-// __syncthreads, __syncwarp, __shfl_sync, __shfl_xor_sync, __ballot_sync; the vector types int2, int4, uint2, uint4, float2, float4;
+// __syncthreads, __syncwarp, __shfl_sync, __shfl_xor_sync, __ballot_sync; the vector types int2, int4, uint2, uint4, float2, float4 and
+// their make_ functions; __float_as_uint, __uint_as_float;
 // shared_memory() below; and tpk::ptx. Traps: shared memory is dynamic only, and host functions that device code calls are constexpr
 // (nvcc runs with --expt-relaxed-constexpr).
 #pragma once
@@ -9,6 +10,9 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
+
+#include "tpk/elements.h"
 
 #ifdef TPK_EMULATOR
 #include "emulator/shim.h" // also TPK_ARCH, tpk::shared_memory() and tpk::ptx
@@ -25,14 +29,6 @@
 #define TPK_DEVICE __device__ __forceinline__
 
 namespace tpk {
-
-// Elements of the tensors: 16 bits in memory, arithmetic in fp32 only (ptx.cuh converts). No header of cuda_fp16 or cuda_bf16.
-struct bf16 {
-  uint16_t bits;
-};
-struct fp16 {
-  uint16_t bits;
-};
 
 inline constexpr int warp_threads = 32;
 inline constexpr uint32_t all_lanes = 0xffffffffu;

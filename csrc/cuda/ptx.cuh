@@ -62,6 +62,9 @@ TPK_DEVICE uint4 load_global_16(const void* global) {
 TPK_DEVICE void store_global_16(void* global, uint4 value) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(global), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w) : "memory");
 }
+TPK_DEVICE void store_global_8(void* global, uint2 value) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(global), "r"(value.x), "r"(value.y) : "memory");
+}
 // How many neighbouring floats one reduction adds: memory that is reduced into is laid out for it.
 inline constexpr int reduction_width = TPK_ARCH >= 900 ? 4 : 1;
 // *global += value in fp32, in no particular order, without a result.
@@ -89,6 +92,12 @@ TPK_DEVICE float exp2_approx(float x) {
 TPK_DEVICE float log2_approx(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// 1 / x to one ulp, without the branches of a division; infinity gives 0.
+TPK_DEVICE float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
