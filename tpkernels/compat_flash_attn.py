@@ -1,0 +1,273 @@
+"""flash-attn 2's functions over this package's op, on any device and dtype that a backend serves.
+
+Names, argument order, defaults, layouts ([batch, tokens, heads, head_dim], packed [tokens, heads, head_dim]) and return
+values are those of flash_attn 2.8; causal and windows are aligned bottom-right: the last query sees the last key. A
+query that sees no key has out 0 and lse -inf (there: +inf). An argument that is not served raises ValueError.
+
+The one trap: a plain cache of flash_attn_with_kvcache is written to again before its backward runs. So a call that
+needs gradients copies the tokens it reads, and takes k and v from the arguments. A PrefixCache needs no copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpkernels.attention import _check_shapes, prefix_attention
+from tpkernels.compat_intervals import interval_attention
+from tpkernels.compat_pieces import Sequences, Window, aligned_intervals
+from tpkernels.mask import CAUSAL, Mask
+from tpkernels.prefix_cache import PrefixCache
+
+_REMEDIES = {
+    "dropout_p": "pass 0.0; dropout on the hidden states is up to the model",
+    "alibi_slopes": "biases on scores are not served; use rotary or learned positions",
+    "block_table": "gather the pages into contiguous k and v, or keep the sequence in a PrefixCache",
+    "rotary_cos": "rotate q and k before the call",
+    "rotary_sin": "rotate q and k before the call",
+}
+
+
+def _refuse(function: str, **given: Any) -> None:
+    """ValueError for the first argument that is set but not served."""
+    for name, value in given.items():
+        if value is not None and (isinstance(value, Tensor) or value != 0):
+            shown = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else value
+            raise ValueError(f"{function}: {name} is {shown}, which is not served; {_REMEDIES[name]}")
+
+
+def _mask(causal: bool, window_size: tuple[int, int]) -> Mask:
+    left, right = window_size
+    return Mask(causal=causal, window=(None if left < 0 else left, None if right < 0 else right))
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """q [batch, tokens, heads, head_dim]; k, v [batch, keys, kv_heads, head_dim] -> out like q.
+
+    window_size: (left, right), -1 for no bound. return_attn_probs: (out, softmax_lse fp32 [batch, heads, tokens],
+    S_dmask); S_dmask is empty, as it is in flash-attn without dropout.
+    """
+    _refuse("flash_attn_func", dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    mask = _mask(causal, window_size)
+    settings: dict[str, Any] = {"scale": softmax_scale, "softcap": softcap, "deterministic": deterministic}
+    out, lse = prefix_attention(q, k, v, mask=mask, return_lse=True, **settings)
+    return (out, lse, q.new_empty(0)) if return_attn_probs else out
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Any:
+    """Packed sequences: q [total_q, heads, head_dim]; k, v [total_k, kv_heads, head_dim] -> out like q.
+
+    cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1]; a sequence may have no queries or no keys, and rows behind the
+    last one have out 0, lse -inf and gradients 0. return_attn_probs: as flash_attn_func, softmax_lse [heads, total_q].
+    """
+    name = "flash_attn_varlen_func"
+    _refuse(name, dropout_p=dropout_p, alibi_slopes=alibi_slopes, block_table=block_table)
+    if not (q.dim() == k.dim() == v.dim() == 3):
+        shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+        raise ValueError(f"{name}: q, k and v must be [total tokens, heads, head_dim], got {shapes}")
+    out, lse = interval_attention(
+        q[None],
+        k[None],
+        v[None],
+        sequences=Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        window=Window(causal, *window_size),
+        scale=softmax_scale,
+        softcap=softcap,
+        deterministic=deterministic,
+        return_lse=True,
+    )
+    return (out[0], lse[0], q.new_empty(0)) if return_attn_probs else out[0]
+
+
+# ---- with a cache ----------------------------------------------------------------------------------------------------
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor | PrefixCache,
+    v_cache: Tensor | PrefixCache | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """q [batch, tokens, heads, head_dim] against a cache [rows, capacity, kv_heads, head_dim] -> out like q, with a
+    backward; with return_softmax_lse (out, softmax_lse fp32 [batch, heads, tokens]).
+
+    Plain cache tensors: k, v [batch, new, kv_heads, head_dim], if given, are written in place at cache_seqlens, an int
+    or int32 [batch] of any values; without them cache_seqlens are the valid tokens (default: all). cache_batch_idx
+    [batch]: the cache row of each row of q; cache_leftpad [batch]: the first valid token. Gradients flow to q, k and v.
+    The prefix is a constant, and a cache tensor that requires a gradient is refused. Lengths in a tensor are read on
+    the host: a sync on a GPU.
+
+    k_cache a PrefixCache, v_cache None or the same one: k and v, required, are its next slice (cache_seqlens, an int:
+    where it starts), and the backward adds to the gradients of all earlier slices; see prefix_attention.
+
+    num_splits and rotary_interleaved (without rotary_cos) change no result.
+    """
+    name = "flash_attn_with_kvcache"
+    _refuse(name, rotary_cos=rotary_cos, rotary_sin=rotary_sin, block_table=block_table, alibi_slopes=alibi_slopes)
+    if (k is None) != (v is None):
+        raise ValueError(f"{name}: give both k and v, or neither")
+    settings: dict[str, Any] = {"scale": softmax_scale, "softcap": softcap, "return_lse": True}
+    if isinstance(k_cache, PrefixCache):
+        if v_cache is not None and v_cache is not k_cache:
+            raise ValueError(f"{name}: with a PrefixCache as k_cache, v_cache is None or the same PrefixCache")
+        if k is None or v is None:
+            raise ValueError(f"{name}: with a PrefixCache, q, k and v are one slice; pass k and v too")
+        if cache_batch_idx is not None or cache_leftpad is not None or isinstance(cache_seqlens, Tensor):
+            raise ValueError(
+                f"{name}: the rows of a PrefixCache are equally long; pass cache_seqlens as an int or leave it out, "
+                "and no cache_batch_idx or cache_leftpad"
+            )
+        out, lse = prefix_attention(q, k, v, k_cache, start=cache_seqlens, mask=_mask(causal, window_size), **settings)
+        return (out, lse) if return_softmax_lse else out
+
+    if not isinstance(v_cache, Tensor):
+        raise ValueError(f"{name}: v_cache is a {type(v_cache).__name__}; beside k_cache it needs a tensor")
+    if torch.is_autocast_enabled(q.device.type):
+        q = q.to(k_cache.dtype)
+        k, v = (x if x is None else x.to(k_cache.dtype) for x in (k, v))
+    _check_cache(q, k_cache, v_cache, k, v, softmax_scale, softcap, cache_batch_idx)
+    rows, lengths, capacity = cache_batch_idx, cache_seqlens, k_cache.shape[1]
+    if lengths is None:
+        if k is not None:
+            raise ValueError(f"{name}: k and v are given without cache_seqlens, which says where to write them")
+        lengths = capacity
+    written = 0 if k is None else k.shape[1]
+    needs_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v))
+    if isinstance(lengths, int) and rows is None and cache_leftpad is None:
+        _check_room([lengths], written, capacity)
+        tokens = slice(lengths, lengths + written)
+        keys, values = (
+            _updated(cache, new, (slice(None), tokens), (slice(None), tokens), rows, tokens.stop, needs_gradient)
+            for cache, new in ((k_cache, k), (v_cache, v))
+        )
+        out, lse = prefix_attention(q, keys, values, mask=_mask(causal, window_size), **settings)
+        return (out, lse) if return_softmax_lse else out
+
+    batch, device = q.shape[0], q.device
+    old = torch.as_tensor(lengths, device=device).to(torch.int64).expand(batch)
+    stop = capacity
+    if not torch.compiler.is_compiling():
+        _check_room(old.tolist(), written, capacity)
+        stop = max(old.tolist(), default=0) + written
+    own_rows = torch.arange(batch, device=device)
+    places = old[:, None] + torch.arange(written, device=device)
+    cache_rows = own_rows if rows is None else rows.to(torch.int64)
+    keys, values = (
+        _updated(cache, new, (cache_rows[:, None], places), (own_rows[:, None], places), rows, stop, needs_gradient)
+        for cache, new in ((k_cache, k), (v_cache, v))
+    )
+    begin = 0 if cache_leftpad is None else cache_leftpad.to(device, torch.int64)[:, None]
+    numbers = torch.arange(q.shape[1], device=device)
+    window = Window(causal, *window_size)
+    intervals = aligned_intervals(numbers, q.shape[1], begin, (old + written)[:, None], window)
+    out, lse = interval_attention(q, keys, values, intervals, **settings)
+    return (out, lse) if return_softmax_lse else out
+
+
+def _updated(
+    cache: Tensor, new: Tensor | None, place: Any, own_place: Any, rows: Tensor | None, stop: int, copy: bool
+) -> Tensor:
+    """Write `new` at cache[place]; -> the cache rows in use, tokens [0, stop). With copy a copy of them, in which `new`
+    stands at [own_place] with its graph."""
+    if new is not None:
+        with torch.no_grad():
+            cache[place] = new.detach()
+    held = cache[:, :stop] if rows is None else cache[rows.to(torch.int64), :stop]
+    if not copy:
+        return held
+    held = held.clone()
+    if new is not None:
+        held[own_place] = new
+    return held
+
+
+def _check_room(lengths: list[int], written: int, capacity: int) -> None:
+    for row, length in enumerate(lengths):
+        if length < 0 or length + written > capacity:
+            raise ValueError(
+                f"flash_attn_with_kvcache: cache_seqlens is {length} in row {row} and {written} tokens are to be "
+                f"written, but the cache holds {capacity}; make it larger or start it anew"
+            )
+
+
+def _check_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    scale: float | None,
+    softcap: float,
+    rows: Tensor | None,
+) -> None:
+    """Everything that can be refused before the cache is written to."""
+    name = "flash_attn_with_kvcache"
+    for cache_name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name}: {cache_name} requires a gradient, but the prefix is a constant here; pass "
+                f"{cache_name}.detach(), or a PrefixCache, whose backward reaches every earlier token"
+            )
+    if q.dim() != 4 or k_cache.dim() != 4 or v_cache.dim() != 4 or (rows is None and q.shape[0] != k_cache.shape[0]):
+        raise ValueError(
+            f"{name}: q {list(q.shape)}, k_cache {list(k_cache.shape)} and v_cache {list(v_cache.shape)} must be "
+            "[batch, tokens, heads, head_dim] with the same batch; cache_batch_idx picks rows of a larger cache"
+        )
+    for new_name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        if new is None:
+            continue
+        if new.dim() != 4 or new.shape[0] != q.shape[0] or new.shape[2:] != cache.shape[2:] or new.dtype != cache.dtype:
+            raise ValueError(
+                f"{name}: {new_name} is {new.dtype} {list(new.shape)}; for this q and cache it must be {cache.dtype} "
+                f"[{q.shape[0]}, tokens, {cache.shape[2]}, {cache.shape[3]}]"
+            )
+    if k is not None and v is not None and k.shape[1] != v.shape[1]:
+        raise ValueError(f"{name}: k has {k.shape[1]} tokens and v {v.shape[1]}; they must be equally many")
+    sample_k, sample_v = (x[:1].expand(q.shape[0], -1, -1, -1) for x in (k_cache, v_cache))
+    _check_shapes(q, sample_k, sample_v, None, None, CAUSAL, scale, softcap)
