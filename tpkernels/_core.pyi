@@ -51,3 +51,72 @@ def attention_backward(
     sinks: int,
     num_threads: int,
 ) -> None: ...
+
+Rows = tuple[int, int]
+
+def norm_forward(
+    dtype: int,
+    rms: bool,
+    rows: int,
+    columns: int,
+    eps: float,
+    x: Rows,
+    delta: Rows,
+    total: Rows,
+    out: Rows,
+    weight: int,
+    bias: int,
+    mean: int,
+    rstd: int,
+    num_threads: int,
+    /,
+) -> None:
+    """The fused kernels take rows as (address, row stride); tpkernels/fused.py."""
+
+def norm_backward(
+    dtype: int,
+    rms: bool,
+    rows: int,
+    columns: int,
+    dout: Rows,
+    x: Rows,
+    dresidual: Rows,
+    dx: Rows,
+    weight: int,
+    mean: int,
+    rstd: int,
+    dweight: int,
+    dbias: int,
+    num_threads: int,
+    /,
+) -> None: ...
+def rotary(
+    dtype: int,
+    inverse: bool,
+    rows: int,
+    heads: int,
+    head_dim: int,
+    turn_rows: int,
+    x: Rows,
+    out: Rows,
+    turns: int,
+    num_threads: int,
+    /,
+) -> None: ...
+def gated_forward(
+    dtype: int, activation: int, rows: int, columns: int, gate: Rows, up: Rows, out: Rows, num_threads: int, /
+) -> None: ...
+def gated_backward(
+    dtype: int,
+    activation: int,
+    rows: int,
+    columns: int,
+    dout: Rows,
+    gate: Rows,
+    up: Rows,
+    out: Rows,
+    dgate: Rows,
+    dup: Rows,
+    num_threads: int,
+    /,
+) -> None: ...

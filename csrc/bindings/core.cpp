@@ -10,6 +10,7 @@
 
 #include "cpu/attention.h"
 #include "cpu/cpu_features.h"
+#include "fused.h"
 #include "tpk/tiling.h"
 
 namespace py = pybind11;
@@ -76,6 +77,7 @@ PYBIND11_MODULE(_core, m) {
     return names;
   });
   m.def("isa_level", [] { return std::string(tpk::cpu::name_of(tpk::cpu::chosen_isa_level())); });
+  bind_fused(m);
   m.def("backward_query_tokens", &tpk::backward_query_tokens, py::arg("group"));
   m.def("attention_forward", &forward, py::kw_only(), py::arg("dtype"), py::arg("sizes"), py::arg("q"), py::arg("k"), py::arg("v"),
         py::arg("out"), py::arg("lse"), py::arg("mask"), py::arg("scale"), py::arg("softcap"), py::arg("sinks"), py::arg("num_threads"));

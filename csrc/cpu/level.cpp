@@ -1,28 +1,7 @@
 // cpu/level.cpp: the one kernel source. CMake compiles it once per ISA level with that level's flags and TPK_LEVEL set.
 // Everything included here has internal linkage in a namespace of its own: an inline function shared with another level would let the
 // linker put AVX-512 code into the baseline.
-#define TPK_LEVEL_BASELINE 0
-#define TPK_LEVEL_AVX2 1
-#define TPK_LEVEL_AVX512 2
-#define TPK_LEVEL_AVX512_BF16 3
-#define TPK_LEVEL_AMX_BF16 4
-
-#if TPK_LEVEL == TPK_LEVEL_BASELINE
-#define TPK_NAMESPACE baseline
-#define TPK_KERNELS kernels_baseline
-#elif TPK_LEVEL == TPK_LEVEL_AVX2
-#define TPK_NAMESPACE avx2
-#define TPK_KERNELS kernels_avx2
-#elif TPK_LEVEL == TPK_LEVEL_AVX512
-#define TPK_NAMESPACE avx512
-#define TPK_KERNELS kernels_avx512
-#elif TPK_LEVEL == TPK_LEVEL_AVX512_BF16
-#define TPK_NAMESPACE avx512_bf16
-#define TPK_KERNELS kernels_avx512_bf16
-#else
-#define TPK_NAMESPACE amx_bf16
-#define TPK_KERNELS kernels_amx_bf16
-#endif
+#include "level.h"
 
 #include "kernels.h"
 #if TPK_LEVEL == TPK_LEVEL_AMX_BF16

@@ -43,11 +43,22 @@ class _AccumulatingLinear(torch.autograd.Function):
         rows = gradient.flatten(0, -2)
         of_hidden = torch.mm(rows, weight).view(hidden.shape) if wants_hidden else None
         of_bias = rows.sum(0) if wants_bias else None
-        of_weight = None
-        if wants_weight:
-            before = weight.grad
-            if before is not None and before.dtype == rows.dtype:
-                before.addmm_(rows.t(), hidden.flatten(0, -2))
-            else:
-                of_weight = torch.mm(rows.t(), hidden.flatten(0, -2))
+        of_weight = weight_gradient(rows, hidden.flatten(0, -2), weight) if wants_weight else None
         return of_hidden, of_weight, of_bias
+
+
+def owned_gradient(parameter: Tensor | None) -> Tensor | None:
+    """The gradient that a backward may add to: there already, owned by the engine, fp32 at least."""
+    if parameter is None or not getattr(parameter, IN_PLACE, False):
+        return None
+    gradient = parameter.grad
+    return gradient if gradient is not None and gradient.dtype.itemsize >= 4 and gradient.is_contiguous() else None
+
+
+def weight_gradient(dout: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
+    """dout^T x, of rows dout [rows, out] and x [rows, in]; None if it was added to the weight's gradient in place."""
+    before = owned_gradient(weight)
+    if before is None or before.dtype != dout.dtype:
+        return torch.mm(dout.t(), x)
+    before.addmm_(dout.t(), x)
+    return None

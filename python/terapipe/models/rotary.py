@@ -1,9 +1,9 @@
 """Rotary positions (Su et al. 2021): channel pair (2i, 2i+1) of q and k turns by position * theta ** (-2i / head_dim).
 
 Pairs are neighbours, as in Meta's Llama weights; Hugging Face stores the same weights with the pairs half a head
-apart, so a converter permutes the rows of the query and key matrices. One complex product rotates a tensor: half
-the launches of the real form. Angles are made in fp64 and rounded once: positions in the millions stay exact, and a
-slice sees the angles that the whole sequence would.
+apart, so a converter permutes the rows of the query and key matrices. The turns are unit complex numbers, which
+tpkernels.fused.rotary multiplies in. Angles are made in fp64 and rounded once: positions in the millions stay exact,
+and a slice sees the angles that the whole sequence would.
 """
 
 from __future__ import annotations
@@ -43,10 +43,3 @@ class RotaryAngles:
     def turns(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         angles = positions[..., None, None] * self.frequencies.to(positions.device)
         return torch.complex(angles.cos(), angles.sin()).to(dtype)
-
-
-def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """x [batch, tokens, heads, head_dim] turned by `turns`; computed in fp32 at least, returned in the dtype of x."""
-    wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-    pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)

@@ -18,12 +18,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terapipe.models.config import EMBEDDING, HEAD, ModelConfig, tied_parameters
+from terapipe.models.half_blocks import Norm, add_linear, mlp, norm_linears
 from terapipe.models.linear import Linear
-from terapipe.models.rotary import RotaryAngles, rotate
+from terapipe.models.rotary import RotaryAngles
 from tpkernels import Mask, PrefixCache, prefix_attention
 
 __all__ = ["Block", "Embedding", "Head", "check_tokens", "layers", "tied_parameters"]
@@ -31,22 +31,10 @@ __all__ = ["Block", "Embedding", "Head", "check_tokens", "layers", "tied_paramet
 DeviceLike = torch.device | str | None
 
 
-class Norm(nn.Module):
-    """LayerNorm or RMSNorm over the last dimension, statistics in fp32 at least."""
-
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: DeviceLike) -> None:
-        super().__init__()
-        self.shape = (config.hidden,)
-        self.eps = config.norm_eps
-        self.rms = config.norm == "rmsnorm"
-        self.weight = nn.Parameter(torch.empty(config.hidden, dtype=dtype, device=device))
-        with_bias = config.bias and not self.rms
-        self.bias = nn.Parameter(torch.empty(config.hidden, dtype=dtype, device=device)) if with_bias else None
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        if self.rms:
-            return F.rms_norm(hidden, self.shape, self.weight, self.eps)
-        return F.layer_norm(hidden, self.shape, self.weight, self.bias, self.eps)
+def make_norm(config: ModelConfig, *, dtype: torch.dtype, device: DeviceLike) -> Norm:
+    rms = config.norm == "rmsnorm"
+    bias = config.bias and not rms
+    return Norm(config.hidden, rms=rms, bias=bias, eps=config.norm_eps, dtype=dtype, device=device)
 
 
 class Embedding(nn.Module):
@@ -74,12 +62,12 @@ class Block(nn.Module):
         hidden, query, keys = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.kv_heads, self.head_dim = config.kv_heads, config.head_dim
         self.angles = angles
-        self.attention_norm = Norm(config, dtype=dtype, device=device)
+        self.attention_norm = make_norm(config, dtype=dtype, device=device)
         self.query = linear(hidden, query)
         self.key = linear(hidden, keys)
         self.value = linear(hidden, keys)
         self.output = linear(query, hidden)
-        self.mlp_norm = Norm(config, dtype=dtype, device=device)
+        self.mlp_norm = make_norm(config, dtype=dtype, device=device)
         self.gate = linear(hidden, config.ffn_hidden) if config.mlp == "swiglu" else None
         self.up = linear(hidden, config.ffn_hidden)
         self.down = linear(config.ffn_hidden, hidden)
@@ -98,23 +86,11 @@ class Block(nn.Module):
         )
 
     def forward(self, hidden: Tensor, cache: PrefixCache | None, mask: Mask, positions: Tensor) -> Tensor:
-        hidden = hidden + self.attention(self.attention_norm(hidden), cache, mask, positions)
-        return hidden + self.mlp(self.mlp_norm(hidden))
-
-    def attention(self, hidden: Tensor, cache: PrefixCache | None, mask: Mask, positions: Tensor) -> Tensor:
-        batch, tokens, _ = hidden.shape
-        by_head = (batch, tokens, -1, self.head_dim)
-        q, k = self.query(hidden).view(by_head), self.key(hidden).view(by_head)
-        if self.angles is not None:
-            turns = self.angles(positions, dtype=q.dtype)
-            q, k = rotate(q, turns), rotate(k, turns)
-        out = prefix_attention(q, k, self.value(hidden).view(by_head), cache, mask=mask)
-        return self.output(out.reshape(batch, tokens, -1))
-
-    def mlp(self, hidden: Tensor) -> Tensor:
-        if self.gate is None:
-            return self.down(F.gelu(self.up(hidden), approximate="tanh"))
-        return self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+        turns = None if self.angles is None else self.angles(positions, dtype=hidden.dtype)
+        linears = (self.query, self.key, self.value)
+        hidden, q, k, v = norm_linears(hidden, self.attention_norm, linears, head_dim=self.head_dim, turns=turns)
+        hidden = add_linear(hidden, prefix_attention(q, k, v, cache, mask=mask), self.output)
+        return mlp(hidden, self.mlp_norm, self.gate, self.up, self.down)
 
 
 class Head(nn.Module):
@@ -122,11 +98,12 @@ class Head(nn.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: DeviceLike) -> None:
         super().__init__()
-        self.norm = Norm(config, dtype=dtype, device=device)
+        self.norm = make_norm(config, dtype=dtype, device=device)
         self.output = Linear(config.hidden, config.vocab, bias=False, dtype=dtype, device=device)
 
     def forward(self, hidden: Tensor, cache: None, mask: Mask, positions: Tensor) -> Tensor:
-        return self.output(self.norm(hidden))
+        _, logits = norm_linears(hidden, self.norm, (self.output,))
+        return logits
 
 
 def layers(

@@ -1,0 +1,281 @@
+"""What a transformer block does before and after attention, each piece as one node of the graph.
+
+`norm_linears`: norm, then linears (q, k, v; or the head's), rotary on the first ones. `add_linear`: residual + linear.
+`mlp`: residual + down(activation(gate(norm)) * up(norm)). Autograd would see some ten small ops in each, and pay for
+their nodes, views and memory once a slice; here the ops between the GEMMs are one pass each (tpkernels.fused), the
+residual is added by a GEMM, weights' gradients are added in place (linear.py), and the backward keeps fewer tensors.
+
+Each piece has its plain form beside it, which serves torch.compile, autocast, other devices and modules with hooks. The
+one trap: an autograd.Function here must not write to its inputs nor to the gradients it is given; buffers that it made
+itself it reuses freely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from terapipe.models.linear import Linear, owned_gradient, weight_gradient
+from tpkernels import fused
+from tpkernels.fused import as_rows
+
+TURNED = 2  # linears whose outputs turn with the position: q and k
+
+
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm over the last dimension, statistics in fp32 at least."""
+
+    def __init__(
+        self,
+        columns: int,
+        *,
+        rms: bool,
+        bias: bool,
+        eps: float,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        self.rms, self.eps = rms, eps
+        self.weight = nn.Parameter(torch.empty(columns, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(columns, dtype=dtype, device=device)) if bias else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return fused.norm(hidden, self.weight, self.bias, eps=self.eps, rms=self.rms)
+
+
+def norm_linears(
+    hidden: Tensor, norm: Norm, linears: Sequence[Linear], *, head_dim: int | None = None, turns: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """hidden [batch, tokens, hidden] -> itself, to be added to later, and each linear of its norm.
+
+    Those are [batch, tokens, out], with head_dim [batch, tokens, heads, head_dim]. turns, complex [batch or 1, tokens,
+    1, head_dim / 2], turn the first two (q and k)."""
+    if _one_node(hidden, norm, *linears):
+        weights = [parameter for linear in linears for parameter in (linear.weight, linear.bias)]
+        outputs: tuple[Tensor, ...] = _NormLinears.apply(
+            hidden, norm.weight, norm.bias, _Normed(norm.eps, norm.rms), head_dim, turns, *weights
+        )
+        return outputs
+    normed = norm(hidden)
+    outs = [linear(normed) for linear in linears]
+    if head_dim is not None:
+        outs = [out.unflatten(-1, (-1, head_dim)) for out in outs]
+    if turns is not None:
+        outs[:TURNED] = [fused.rotary(out, turns) for out in outs[:TURNED]]
+    return (hidden, *outs)
+
+
+def add_linear(residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
+    """residual + linear(x); x [batch, tokens, ...] is flattened behind its tokens."""
+    if _one_node(x, linear) and type(residual) is Tensor and residual.dtype == x.dtype:
+        out: Tensor = _AddLinear.apply(residual, x, linear.weight, linear.bias)
+        return out
+    return residual + linear(x.flatten(2))
+
+
+def mlp(hidden: Tensor, norm: Norm, gate: Linear | None, up: Linear, down: Linear) -> Tensor:
+    """hidden + down(silu(gate(norm)) * up(norm)) of its norm; without gate hidden + down(gelu_tanh(up(norm)))."""
+    modules = [module for module in (norm, gate, up, down) if module is not None]
+    if _one_node(hidden, *modules):
+        into = [up] if gate is None else [gate, up]
+        weights = [parameter for linear in (*into, down) for parameter in (linear.weight, linear.bias)]
+        out: Tensor = _Mlp.apply(hidden, norm.weight, norm.bias, _Normed(norm.eps, norm.rms), *weights)
+        return out
+    normed = norm(hidden)
+    return hidden + down(fused.gelu_tanh(up(normed)) if gate is None else fused.swiglu(gate(normed), up(normed)))
+
+
+class _Normed(NamedTuple):
+    eps: float
+    rms: bool
+
+
+def _one_node(hidden: Tensor, *modules: Any) -> bool:
+    """Whether the piece may run as one autograd.Function: plain eager CPU tensors, and modules whose own forward nobody
+    replaced or watches."""
+    if not hidden.is_cpu or hidden.dim() < 3:
+        return False
+    tensors = [hidden]
+    for module in modules:
+        if type(module) not in (Norm, Linear) or _hooked(module):
+            return False
+        tensors.append(module.weight)
+        if module.bias is not None:
+            tensors.append(module.bias)
+    return fused.eager(*tensors)
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+class _NormLinears(torch.autograd.Function):
+    """(hidden, norm's weight and bias, settings, then weight and bias of each linear) -> (hidden, *outputs)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor | None,
+        settings: _Normed,
+        head_dim: int | None,
+        turns: Tensor | None,
+        *parameters: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        x = as_rows(hidden)
+        values = fused.norm_forward(x, norm_weight, norm_bias, eps=settings.eps, rms=settings.rms)
+        outs = [_linear(values.out, weight, bias) for weight, bias in _pairs(parameters)]
+        if turns is not None:
+            assert head_dim is not None
+            turns = turns.flatten(0, 2)
+            for out in outs[:TURNED]:
+                fused.rotate(out, turns, head_dim=head_dim, out=out)
+        ctx.save_for_backward(x, values.out, values.mean, values.rstd, norm_weight, norm_bias, *parameters)
+        ctx.shape, ctx.head_dim, ctx.turns = hidden.shape, head_dim, turns
+        ctx.set_materialize_grads(False)
+        shape = (*hidden.shape[:-1], -1) if head_dim is None else (*hidden.shape[:-1], -1, head_dim)
+        return (hidden, *(out.view(shape) for out in outs))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dhidden: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, normed, mean, rstd, norm_weight, norm_bias, *parameters = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        of_normed: Tensor | None = None
+        of_parameters: list[Tensor | None] = []
+        for index, (gradient, (weight, _)) in enumerate(zip(gradients, _pairs(parameters), strict=True)):
+            if gradient is None:
+                of_parameters += [None, None]
+                continue
+            dout = as_rows(gradient if ctx.head_dim is None else gradient.flatten(2))
+            if ctx.turns is not None and index < TURNED:
+                dout = fused.rotate(dout, ctx.turns, head_dim=ctx.head_dim, inverse=True)
+            of_parameters += _parameter_gradients(dout, normed, weight, needs[6 + 2 * index : 8 + 2 * index])
+            of_normed = torch.mm(dout, weight) if of_normed is None else of_normed.addmm_(dout, weight)
+        dx, *of_norm = _through_norm(of_normed, x, norm_weight, norm_bias, mean, rstd, dhidden, needs)
+        return (None if dx is None else dx.view(ctx.shape), *of_norm, None, None, None, *of_parameters)
+
+
+class _AddLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows = x.reshape(-1, weight.shape[1])
+        ctx.save_for_backward(rows, weight)
+        ctx.shape = x.shape
+        return _add_linear(as_rows(residual), rows, weight, bias).view(residual.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        rows = as_rows(dout)
+        of_x = torch.mm(rows, weight).view(ctx.shape) if needs[1] else None
+        return (dout if needs[0] else None, of_x, *_parameter_gradients(rows, x, weight, needs[2:]))
+
+
+class _Mlp(torch.autograd.Function):
+    """(hidden, norm's weight and bias, settings, then weight and bias of gate, up and down, or of up and down)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor | None,
+        settings: _Normed,
+        *parameters: Tensor | None,
+    ) -> Tensor:
+        x = as_rows(hidden)
+        values = fused.norm_forward(x, norm_weight, norm_bias, eps=settings.eps, rms=settings.rms)
+        *into, (down, down_bias) = _pairs(parameters)
+        inner = [_linear(values.out, weight, bias) for weight, bias in into]
+        gate, up = _gate_and_up(inner)
+        active = fused.gated_forward(gate, up, activation=_activation(up))
+        ctx.save_for_backward(x, values.out, values.mean, values.rstd, norm_weight, norm_bias, *inner, *parameters)
+        ctx.linears = len(into)
+        return _add_linear(x, active, down, down_bias).view(hidden.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dhidden: Tensor) -> tuple[Tensor | None, ...]:
+        x, normed, mean, rstd, norm_weight, norm_bias, *rest = ctx.saved_tensors
+        inner, (*into, (down, _)) = rest[: ctx.linears], _pairs(rest[ctx.linears :])
+        needs = ctx.needs_input_grad
+        dout = as_rows(dhidden)
+        gate, up = _gate_and_up(inner)
+        of_active = torch.mm(dout, down)
+        found = fused.gated_backward(of_active, gate, up, activation=_activation(up), out=of_active)
+        of_inner = [found.dgate] if found.dup is None else [found.dgate, found.dup]
+        of_normed = torch.mm(of_inner[0], into[0][0])
+        for gradient, (weight, _) in zip(of_inner[1:], into[1:], strict=True):
+            of_normed.addmm_(gradient, weight)
+        of_parameters: list[Tensor | None] = []
+        for index, (gradient, (weight, _)) in enumerate(zip(of_inner, into, strict=True)):
+            of_parameters += _parameter_gradients(gradient, normed, weight, needs[4 + 2 * index : 6 + 2 * index])
+        of_parameters += _parameter_gradients(dout, found.out, down, needs[-2:])
+        dx, *of_norm = _through_norm(of_normed, x, norm_weight, norm_bias, mean, rstd, dhidden, needs)
+        return (None if dx is None else dx.view(dhidden.shape), *of_norm, None, *of_parameters)
+
+
+def _pairs(parameters: Sequence[Any]) -> list[tuple[Any, Any]]:
+    return list(zip(parameters[::2], parameters[1::2], strict=True))
+
+
+def _gate_and_up(inner: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    return inner[0], inner[1] if len(inner) == 2 else None
+
+
+def _activation(up: Tensor | None) -> fused.Activation:
+    return "gelu_tanh" if up is None else "silu"
+
+
+def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
+
+
+def _add_linear(residual: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out = torch.addmm(residual, rows, weight.t())
+    return out if bias is None else out.add_(bias)
+
+
+def _parameter_gradients(
+    dout: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of a linear's weight, None if it was added in place, and of its bias."""
+    return weight_gradient(dout, x, weight) if wanted[0] else None, dout.sum(0) if wanted[1] else None
+
+
+def _through_norm(
+    dout: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    dresidual: Tensor | None,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of the residual stream, with dresidual in it, in the memory of dout, and of the norm's parameters."""
+    if dout is None:
+        return dresidual, None, None
+    beside = None if dresidual is None else as_rows(dresidual)
+    of_weight, of_bias = (
+        owned_gradient(parameter) if want else None for parameter, want in ((weight, wanted[1]), (bias, wanted[2]))
+    )
+    found = fused.norm_backward(
+        dout, x, weight, mean, rstd, dresidual=beside, dx=dout, dweight=of_weight, dbias=of_bias
+    )
+    return (
+        found.dx,
+        found.dweight if wanted[1] and of_weight is None else None,
+        found.dbias if wanted[2] and of_bias is None else None,
+    )

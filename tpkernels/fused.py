@@ -1,0 +1,332 @@
+"""Fused ops of a transformer block: norms with the residual's addition, rotary positions, SwiGLU and GELU.
+
+`norm`, `add_norm`, `rotary`, `swiglu`, `gelu_tanh` are differentiable. In fp32, bf16 and fp16 on a CPU each is one pass
+of a C++ kernel (csrc/cpu/fused*); under torch.compile or autocast, in fp64 and on other devices each is plain torch.
+The rest are the kernels themselves, for autograd.Functions of larger pieces: rows in, rows out, no autograd; `out=` may
+be any rows of contiguous elements, also an input's. A row's result never depends on the rows beside it.
+
+The one trap: the extension sees raw addresses, so tensors must have a contiguous last dimension (`as_rows` sees to it)
+and one dtype; only gradients of norm weights, and statistics, are fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tpkernels import fused_reference as formulas
+from tpkernels.fused_reference import Activation, GatedGradients, NormGradients, NormValues
+
+try:
+    from tpkernels import _core
+except ImportError:  # not built: plain torch computes, and `terapipe env` tells why the cpu backend is missing
+    _core = None  # type: ignore[assignment]
+
+_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}
+_NONE = (0, 0)
+_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+
+
+# ---- differentiable --------------------------------------------------------------------------------------------------
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, rms: bool) -> Tensor:
+    """RMSNorm (rms=True) or LayerNorm of x [..., columns] over the last dimension."""
+    if _served(x, weight, bias):
+        out: Tensor = _Norm.apply(x, None, weight, bias, eps, rms)[1]
+        return out
+    if rms:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def add_norm(
+    x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, rms: bool
+) -> tuple[Tensor, Tensor]:
+    """total = x + delta, and its norm."""
+    if _served(x, delta, weight, bias):
+        total, out = _Norm.apply(x, delta, weight, bias, eps, rms)
+        return total, out
+    total = x + delta
+    return total, norm(total, weight, bias, eps=eps, rms=rms)
+
+
+def rotary(x: Tensor, turns: Tensor) -> Tensor:
+    """Pairs of neighbouring channels of x [batch, tokens, heads, head_dim] times turns, complex [batch or 1, tokens, 1,
+    head_dim / 2]. 16-bit tensors are turned in fp32."""
+    if _served(x) and turns.dtype == torch.complex64:
+        out: Tensor = _Rotary.apply(x, turns)
+        return out
+    pairs = torch.view_as_complex(formulas.wide(x).unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    if _served(gate, up):
+        out: Tensor = _Gated.apply(gate, up, "silu")
+        return out
+    return F.silu(gate) * up
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU in its tanh form, as GPT-2 has it."""
+    if _served(x):
+        out: Tensor = _Gated.apply(x, None, "gelu_tanh")
+        return out
+    return F.gelu(x, approximate="tanh")
+
+
+def eager(*tensors: Tensor | None) -> bool:
+    """Whether an autograd.Function over plain rows may replace a chain of torch ops here: nothing traces, no autocast,
+    no tensor subclass, one dtype, CPU."""
+    first = tensors[0]
+    assert first is not None
+    return (
+        not torch.compiler.is_compiling()
+        and first.is_cpu
+        and not torch.is_autocast_enabled("cpu")
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and all(x is None or (type(x) in _PLAIN_TENSORS and x.dtype == first.dtype) for x in tensors)
+    )
+
+
+def _served(*tensors: Tensor | None) -> bool:
+    first = tensors[0]
+    return first is not None and _core is not None and first.dtype in _DTYPE_CODES and eager(*tensors)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, rms: bool
+    ) -> tuple[Tensor, Tensor]:
+        deltas = None if delta is None else as_rows(delta)
+        values = norm_forward(as_rows(x), weight, bias, eps=eps, rms=rms, delta=deltas)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(values.total, weight, values.mean, values.rstd)
+        return (x if delta is None else values.total.view(x.shape)), values.out.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dtotal: Tensor | None, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return dtotal, dtotal, None, None, None, None
+        total, weight, mean, rstd = ctx.saved_tensors
+        beside = None if dtotal is None else as_rows(dtotal)
+        gradients = norm_backward(as_rows(dout), total, weight, mean, rstd, dresidual=beside)
+        dx = gradients.dx.view(dout.shape)
+        needs = ctx.needs_input_grad
+        dbias = gradients.dbias if needs[3] else None
+        return dx, dx if needs[1] else None, gradients.dweight, dbias, None, None
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, turns: Tensor) -> Tensor:
+        ctx.save_for_backward(turns)
+        return _turned(x, turns, inverse=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
+        return _turned(dout, ctx.saved_tensors[0], inverse=True), None
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        ups = None if up is None else as_rows(up)
+        return gated_forward(as_rows(gate), ups, activation=activation).view(gate.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        gate, up = ctx.saved_tensors
+        ups = None if up is None else as_rows(up)
+        gradients = gated_backward(as_rows(dout), as_rows(gate), ups, activation=ctx.activation)
+        dup = None if gradients.dup is None else gradients.dup.view(gate.shape)
+        return gradients.dgate.view(gate.shape), dup, None
+
+
+def _turned(x: Tensor, turns: Tensor, *, inverse: bool) -> Tensor:
+    rows = as_rows(x.reshape(*x.shape[:2], -1))
+    return rotate(rows, turns.flatten(0, 2), head_dim=x.shape[3], inverse=inverse).view(x.shape)
+
+
+# ---- rows, without autograd ------------------------------------------------------------------------------------------
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x [..., columns] as [rows, columns] with a contiguous last dimension; a view where possible."""
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def norm_forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    rms: bool,
+    delta: Tensor | None = None,
+    total: Tensor | None = None,
+    out: Tensor | None = None,
+) -> NormValues:
+    """norm(x + delta) * weight + bias of rows x, delta; written to `total` and `out` where they are given."""
+    code = _code(x)
+    if code is None:
+        values = formulas.norm_forward(x, weight, bias, eps=eps, rms=rms, delta=delta)
+        placed = values.total if delta is None else _placed(values.total, total)
+        return values._replace(total=placed, out=_placed(values.out, out))
+    rows, columns = x.shape
+    out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+    if delta is None:
+        total = x
+    elif total is None:
+        total = torch.empty_like(out)
+    assert total is not None
+    mean = None if rms else torch.empty(rows, 1)
+    rstd = torch.empty(rows, 1)
+    _core.norm_forward(
+        code,
+        rms,
+        rows,
+        columns,
+        eps,
+        _view(x),
+        _NONE if delta is None else _view(delta),
+        _view(total),
+        _view(out),
+        weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        0 if mean is None else mean.data_ptr(),
+        rstd.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return NormValues(total, out, mean, rstd)
+
+
+def norm_backward(
+    dout: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    *,
+    dresidual: Tensor | None = None,
+    dx: Tensor | None = None,
+    dweight: Tensor | None = None,
+    dbias: Tensor | None = None,
+) -> NormGradients:
+    """Gradients of norm_forward; x is its `total`, dx may be dout.
+
+    dweight and dbias, where given, are added to: [columns], fp32 (fp64 for fp64), contiguous."""
+    code = _code(x)
+    if code is None:
+        found = formulas.norm_backward(dout, x, weight, mean, rstd, dresidual=dresidual)
+        of_weight = found.dweight if dweight is None else dweight.add_(found.dweight)
+        of_bias = found.dbias if dbias is None or found.dbias is None else dbias.add_(found.dbias)
+        return NormGradients(_placed(found.dx, dx), of_weight, of_bias)
+    rows, columns = x.shape
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if dx is None else dx
+    dweight = torch.zeros(columns) if dweight is None else dweight
+    if mean is not None and dbias is None:
+        dbias = torch.zeros(columns)
+    _core.norm_backward(
+        code,
+        mean is None,
+        rows,
+        columns,
+        _view(dout),
+        _view(x),
+        _NONE if dresidual is None else _view(dresidual),
+        _view(dx),
+        weight.data_ptr(),
+        0 if mean is None else mean.data_ptr(),
+        rstd.data_ptr(),
+        dweight.data_ptr(),
+        0 if dbias is None else dbias.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return NormGradients(dx, dweight, dbias)
+
+
+def rotate(x: Tensor, turns: Tensor, *, head_dim: int, inverse: bool = False, out: Tensor | None = None) -> Tensor:
+    """Rows x [rows, heads * head_dim] times turns, complex [turn rows, head_dim / 2]: row r by row r % turn rows.
+
+    inverse turns back. out may be x."""
+    code = _code(x)
+    if code is None or turns.dtype != torch.complex64:
+        return _placed(formulas.rotate(x.unflatten(1, (-1, head_dim)), turns, inverse=inverse).flatten(1), out)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+    turns = turns.contiguous()
+    rows, columns = x.shape
+    turn_rows = max(1, turns.shape[0])
+    threads = torch.get_num_threads()
+    heads = columns // head_dim
+    _core.rotary(code, inverse, rows, heads, head_dim, turn_rows, _view(x), _view(out), turns.data_ptr(), threads)
+    return out
+
+
+def gated_forward(gate: Tensor, up: Tensor | None, *, activation: Activation, out: Tensor | None = None) -> Tensor:
+    """activation(gate) * up of rows, or activation(gate) without up."""
+    code = _code(gate)
+    if code is None:
+        return _placed(formulas.gated_forward(gate, up, activation=activation), out)
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format) if out is None else out
+    ups = _NONE if up is None else _view(up)
+    threads = torch.get_num_threads()
+    rows, columns = gate.shape
+    _core.gated_forward(code, _ACTIVATION_CODES[activation], rows, columns, _view(gate), ups, _view(out), threads)
+    return out
+
+
+def gated_backward(
+    dout: Tensor, gate: Tensor, up: Tensor | None, *, activation: Activation, out: Tensor | None = None
+) -> GatedGradients:
+    """Gradients of gated_forward, and its out again, for the next linear's weight gradient. out may be dout."""
+    code = _code(gate)
+    if code is None:
+        found = formulas.gated_backward(dout, gate, up, activation=activation)
+        return found._replace(out=_placed(found.out, out))
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format) if out is None else out
+    dgate = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    dup = None if up is None else torch.empty_like(dgate)
+    rows, columns = gate.shape
+    _core.gated_backward(
+        code,
+        _ACTIVATION_CODES[activation],
+        rows,
+        columns,
+        _view(dout),
+        _view(gate),
+        _NONE if up is None else _view(up),
+        _view(out),
+        _view(dgate),
+        _NONE if dup is None else _view(dup),
+        torch.get_num_threads(),
+    )
+    return GatedGradients(out, dgate, dup)
+
+
+def _code(x: Tensor) -> int | None:
+    """The kernels' code of the dtype; None where plain torch computes."""
+    return _DTYPE_CODES.get(x.dtype) if x.is_cpu and _core is not None else None
+
+
+def _view(rows: Tensor) -> tuple[int, int]:
+    return rows.data_ptr(), rows.stride(0)
+
+
+def _placed(value: Tensor, out: Tensor | None) -> Tensor:
+    return value if out is None else out.copy_(value)
