@@ -3,6 +3,8 @@
 Tensors are (address, batch stride, token stride, head stride); address 0 is no tensor.
 """
 
+from mmap import mmap
+
 Tensor = tuple[int, int, int, int]
 Sizes = tuple[int, int, int, int, int, int, int]
 MaskSizes = tuple[int, int, int, int, int, int]
@@ -120,3 +122,47 @@ def gated_backward(
     num_threads: int,
     /,
 ) -> None: ...
+
+class RingGeometry:
+    """Slots of a shared-memory link (Linux only, as Ring and Trouble)."""
+
+    def __init__(self, *, slots: int, slot_bytes: int, tile_bytes: int) -> None: ...
+    @property
+    def bytes(self) -> int: ...
+    def format(self, memory: mmap, generation: int, first_epoch: int) -> None: ...
+
+class Trouble:
+    """Why a wait ended: outcome "closed", "gone", "silent" or "late"."""
+
+    outcome: str
+    slot: int
+    tile: int
+    wanted: int
+    seen: int
+    seconds: float
+
+class Ring:
+    """One end of a shared-memory link; tpkernels.links.ShmLink is its interface."""
+
+    def __init__(
+        self,
+        memory: mmap,
+        geometry: RingGeometry,
+        *,
+        generation: int,
+        sender: bool,
+        spin_s: float,
+        silence_s: float,
+        timeout_s: float,
+        socket: int,
+        pidfd: int,
+    ) -> None: ...
+    def slot_offset(self, slot: int) -> int: ...
+    def reserve(self, slot: int) -> Trouble | None: ...
+    def post(self, slot: int, num_bytes: int) -> None: ...
+    def put(self, slot: int, address: int, num_bytes: int) -> Trouble | None: ...
+    def take(self, slot: int, num_bytes: int) -> Trouble | None: ...
+    def take_copy(self, slot: int, address: int, num_bytes: int) -> Trouble | None: ...
+    def holds(self, slot: int) -> bool: ...
+    def release(self, slot: int, poison: bool) -> None: ...
+    def close(self) -> None: ...

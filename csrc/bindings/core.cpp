@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "bindings/links.h"
 #include "cpu/attention.h"
 #include "cpu/cpu_features.h"
 #include "fused.h"
@@ -84,4 +85,7 @@ PYBIND11_MODULE(_core, m) {
   m.def("attention_backward", &backward, py::kw_only(), py::arg("dtype"), py::arg("sizes"), py::arg("dout"), py::arg("q"), py::arg("k"),
         py::arg("v"), py::arg("out"), py::arg("lse"), py::arg("dq"), py::arg("dk"), py::arg("dv"), py::arg("dsinks"), py::arg("mask"),
         py::arg("scale"), py::arg("softcap"), py::arg("sinks"), py::arg("num_threads"));
+#ifdef TPK_SHM_LINKS
+  bind_links(m);
+#endif
 }

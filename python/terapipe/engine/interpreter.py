@@ -1,9 +1,9 @@
 """Runs action lists: for each action take its input from its link, run the stage, hand the output on.
 
-`RankProgram` is one rank: its stages, its links' ends and its place in the list.  With links that block (`dist`),
-`run_to_end` is the whole interpreter; with local links one thread steps several programs, running whichever has its
-input and a free slot (`run_together`), so the plan's slots are honoured in both.  Every action is timed; waiting for
-an input is a row of its own in the timeline.
+`RankProgram` is one rank: its stages, its links' ends and its place in the list.  With links that block (`shm`,
+`dist`), `run_to_end` is the whole interpreter; with local links one thread steps several programs, running whichever
+has its input and a free slot (`run_together`), so the plan's slots are honoured in both.  Every action is timed;
+waiting for an input is a row of its own in the timeline.
 """
 
 from __future__ import annotations
@@ -46,6 +46,23 @@ def key_of(transfer: Transfer) -> Key:
     return (transfer.stage, transfer.micro, transfer.slice)
 
 
+@dataclass(frozen=True)
+class _Hop:
+    """A transfer at one of its ends."""
+
+    link: Link
+    key: Key
+
+
+@dataclass(frozen=True)
+class _Hops:
+    """What an action does on links: takes its input, puts its output, and holds slots that its backward frees."""
+
+    takes: _Hop | None
+    puts: _Hop | None
+    holds: tuple[_Hop, ...]
+
+
 class RankProgram:
     """One rank's list of actions with all it needs to run them."""
 
@@ -66,6 +83,7 @@ class RankProgram:
         self._micros: Sequence[Batch] = ()
         self._scale: Tensor | None = None
         self._beside: dict[Key, Tensor] = {}  # outputs for a stage on this same rank
+        self._hops = {action: self._hops_of(action) for action in schedule[rank]}
 
     def begin(self, micros: Sequence[Batch], scale: Tensor | None, *, actions: Sequence[Action]) -> None:
         """Set the step up: `micros` the batch cut by micro, `scale` one over the number of targets, None when
@@ -84,17 +102,14 @@ class RankProgram:
         """Whether the next action has its input and a free slot for its output (local links only; they never block)."""
         if self.finished:
             return False
-        action = self._actions[self._next]
-        taken, sent = taken_by(self.schedule, action), sent_by(self.schedule, action)
-        if taken is not None:
-            source = self.links[taken.link]
-            assert isinstance(source, LocalLink)
-            if not source.ready(key_of(taken)):
+        hops = self._hops[self._actions[self._next]]
+        if hops.takes is not None:
+            assert isinstance(hops.takes.link, LocalLink)
+            if not hops.takes.link.ready(hops.takes.key):
                 return False
-        if sent is not None:
-            target = self.links[sent.link]
-            assert isinstance(target, LocalLink)
-            return target.free(key_of(sent))
+        if hops.puts is not None:
+            assert isinstance(hops.puts.link, LocalLink)
+            return hops.puts.link.free(hops.puts.key)
         return True
 
     def run_to_end(self) -> None:
@@ -113,8 +128,12 @@ class RankProgram:
         self._next += 1
 
     def _run(self, action: Action) -> None:
+        hops, evaluating = self._hops[action], self._scale is None
         began = time.perf_counter()
-        arrived = self._take(action)
+        if hops.takes is not None:
+            arrived: Tensor | None = hops.takes.link.take(hops.takes.key)
+        else:
+            arrived = self._beside.pop((action.stage, action.micro, action.slice), None)
         ready = time.perf_counter()
         stage, micro, piece = self.stages[action.stage], action.micro, action.slice
         if action.is_forward:
@@ -123,39 +142,30 @@ class RankProgram:
             gradient = self._scale if stage.last else arrived
             assert gradient is not None
             output = stage.backward(micro, piece, gradient)
+            for hop in hops.holds:  # before a wrong gradient goes any further
+                hop.link.verify(hop.key)
         computed = time.perf_counter()
         if output is not None:
-            self._put(action, output)
-        self._release(action)
-        if ready - began > 0 and taken_by(self.schedule, action) is not None:
+            if hops.puts is not None:
+                hops.puts.link.put(hops.puts.key, output)
+            else:
+                neighbour = action.stage + (1 if action.is_forward else -1)
+                self._beside[neighbour, micro, piece] = output
+        # Slots are resident: held until the slice's backward has run; when evaluating there is none.
+        for hop in hops.holds if not evaluating else (hops.takes,) if hops.takes is not None else ():
+            hop.link.release(hop.key)
+        if hops.takes is not None and ready > began:
             self.spans.append(Span(self.rank, action, "wait", began, ready))
         self.spans.append(Span(self.rank, action, "compute", ready, computed))
 
-    def _take(self, action: Action) -> Tensor | None:
-        transfer = taken_by(self.schedule, action)
-        if transfer is not None:
-            return self.links[transfer.link].take(key_of(transfer))
-        return self._beside.pop((action.stage, action.micro, action.slice), None)
-
-    def _put(self, action: Action, output: Tensor) -> None:
-        transfer = sent_by(self.schedule, action)
-        if transfer is not None:
-            self.links[transfer.link].put(key_of(transfer), output)
-        else:
-            neighbour = action.stage + (1 if action.is_forward else -1)
-            self._beside[neighbour, action.micro, action.slice] = output
-
-    def _release(self, action: Action) -> None:
-        """Slots are resident: activations are released after the slice's backward, gradients too; when evaluating, at
-        once."""
-        evaluating = self._scale is None
-        if action.is_forward and not evaluating:
-            return
+    def _hops_of(self, action: Action) -> _Hops:
+        takes = self._hop(taken_by(self.schedule, action))
         forward = Action(action.stage, "F", action.micro, action.slice)
-        for used in (forward,) if evaluating else (forward, action):
-            transfer = taken_by(self.schedule, used)
-            if transfer is not None:
-                self.links[transfer.link].release(key_of(transfer))
+        held = () if action.is_forward else (self._hop(taken_by(self.schedule, forward)), takes)
+        return _Hops(takes, self._hop(sent_by(self.schedule, action)), tuple(hop for hop in held if hop is not None))
+
+    def _hop(self, transfer: Transfer | None) -> _Hop | None:
+        return None if transfer is None else _Hop(self.links[transfer.link], key_of(transfer))
 
 
 def run_together(programs: Sequence[RankProgram]) -> None:

@@ -45,7 +45,7 @@ from terapipe.engine.loss import cross_entropy_sum
 from terapipe.engine.reduction import copy_tied_values, squared_norms, sum_tied_gradients
 from terapipe.engine.stage import Loss, Stage
 from terapipe.engine.start import LayerSource, Start, check_layers, check_starts, choose_links
-from terapipe.engine.wiring import Expected, Wiring, open_dist_wiring, open_local_wiring
+from terapipe.engine.wiring import Expected, Wiring, link_specs, open_local_wiring, open_process_wiring
 from terapipe.models.linear import IN_PLACE
 from terapipe.schedule import Plan
 from terapipe.schedule.trace import TraceEvent
@@ -88,8 +88,9 @@ class Pipeline:
     """Runs `plan` over `layers` (global name -> layer or factory, first to last; a list gets the names "0", "1", ...).
 
     loss: (output of the last layer, targets) -> sum over targets.  hidden_size: last dimension of what stages hand on.
-    ties: pairs of global parameter names with one value.  links: "local" (this process runs every rank), "dist" (one
-    process a rank), or "auto". dtype: of hidden states and caches; parameters of 16 bits get fp32 gradients.
+    ties: pairs of global parameter names with one value.  links: "local" (this process runs every rank), or one process
+    a rank with "shm" (shared memory), "dist" (torch.distributed) or "auto" (shm where both ranks are on CPUs of one
+    host). dtype: of hidden states and caches; parameters of 16 bits get fp32 gradients.
     stall_seconds: after so long in one action every rank's position is logged. Raises ValueError before any work when
     layers, plan, processes and parameters do not fit.
     """
@@ -135,6 +136,7 @@ class Pipeline:
             "ties": json.dumps([list(tie) for tie in ties]),
             "hidden_size": str(hidden_size),
             "dtype": str(dtype),
+            "links": links,
         }
         reports = self._tell_all(Start(own_parameters(own, self.rank), given, failure))
         if trouble is not None:
@@ -150,18 +152,14 @@ class Pipeline:
             setattr(parameter, IN_PLACE, True)  # step() alone reads and replaces gradients, so a layer may add to them
             if parameter.dtype.itemsize < 4:
                 parameter.grad_dtype = torch.float32
-        slots = plan.slots
+        specs = link_specs(
+            plan.schedule, plan.slots, dtype, self._device, (plan.micro_size, max(plan.slices), hidden_size)
+        )
         self._wiring: Wiring = (
-            open_local_wiring(plan.schedule, slots, dtype, self._device)
+            open_local_wiring(specs)
             if self._local
-            else open_dist_wiring(
-                plan.schedule,
-                slots,
-                dtype,
-                self._device,
-                self.rank,
-                families=self.census.families,
-                owner=self.census.owner,
+            else open_process_wiring(
+                specs, self.rank, links=links, families=self.census.families, owner=self.census.owner
             )
         )
         self._board = FailureBoard(self.rank, 1 if self._local else plan.ranks)

@@ -1,15 +1,20 @@
 """What connects the ranks of a plan: a link per edge, a group for sums over all ranks, a group per set of ranks with
 copies of a tied parameter.
 
-Two kinds with one interface: everything in this process (`local`), or one process a rank over torch.distributed
-(`dist`).  Every group is made and warmed here, in one global order on every rank, because creating or first using a
-communicator later, in the order of some rank's actions, is how pipelines hang.
+Two kinds with one interface: everything in this process, or one process a rank; then each link goes through shared
+memory (`shm`) where both ranks compute on CPUs of one host, else over torch.distributed (`dist`).  Every link and group
+is made and warmed here, in one global order on every rank, because creating or first using a communicator later, in the
+order of some rank's actions, is how pipelines hang.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -18,9 +23,12 @@ from torch import Tensor
 
 from terapipe.schedule import Link as PlannedLink
 from terapipe.schedule import Schedule, SlotAssignment
-from tpkernels.links import DistLink, Key, Link, LinkSpec, LocalLink
+from tpkernels.links import Link, LinkError, LinkSpec, LocalLink, Transfers, open_link, shm_missing
+from tpkernels.links.shm import SPIN_S
 
-Expected = Mapping[PlannedLink, Sequence[tuple[Key, tuple[int, ...]]]]
+logger = logging.getLogger("terapipe")
+
+Expected = Mapping[PlannedLink, Transfers]
 """Per link the keys and shapes of a step's transfers, in the sender's order."""
 
 
@@ -48,29 +56,47 @@ class Wiring(Protocol):
         """Let go of every connection; peers that wait get an error."""
 
 
-def open_local_wiring(schedule: Schedule, slots: SlotAssignment, dtype: torch.dtype, device: torch.device) -> Wiring:
+def link_specs(
+    schedule: Schedule, slots: SlotAssignment, dtype: torch.dtype, device: torch.device, slot_shape: tuple[int, ...]
+) -> dict[PlannedLink, LinkSpec]:
+    """What the ends of each link must know.  slot_shape: of the largest slice, [b, t, hidden]."""
+    specs = {}
+    for link, transfers in slots.order.items():
+        slot_of = {(transfer.stage, transfer.micro, transfer.slice): slots.slot(transfer) for transfer in transfers}
+        specs[link] = LinkSpec(*link, dtype, device, slots.slots(link), slot_of, slot_shape, slots.resident)
+    return specs
+
+
+def open_local_wiring(specs: Mapping[PlannedLink, LinkSpec]) -> Wiring:
     """All ranks in this process."""
-    return _LocalWiring({link: LocalLink(spec) for link, spec in _specs(schedule, slots, dtype, device).items()})
+    return _LocalWiring({link: LocalLink(spec) for link, spec in specs.items()})
 
 
-def open_dist_wiring(
-    schedule: Schedule,
-    slots: SlotAssignment,
-    dtype: torch.dtype,
-    device: torch.device,
+def open_process_wiring(
+    specs: Mapping[PlannedLink, LinkSpec],
     rank: int,
     *,
+    links: str,
     families: Sequence[tuple[str, ...]],
     owner: Mapping[str, int],
     timeout: timedelta = timedelta(minutes=30),
 ) -> Wiring:
-    """This process is `rank`; a collective call: every rank makes it with the same arguments."""
-    links: dict[PlannedLink, Link] = {}
-    for link, spec in _specs(schedule, slots, dtype, device).items():
-        group = dist.new_group([spec.source, spec.destination], timeout=timeout)
-        if rank in (spec.source, spec.destination):
-            links[link] = DistLink(spec, group)
-            _warm(spec, group, rank)
+    """This process is `rank`; a collective call: every rank makes it with the same arguments.
+
+    links: "auto", "shm" or "dist".  LinkError on every rank when "shm" cannot be had for every link."""
+    everyone = dist.new_group(backend="gloo", timeout=timeout)
+    shared = _open_shared(specs, rank, everyone, links=links, timeout=timeout)
+    opened: dict[PlannedLink, Link] = {}
+    for planned, spec in specs.items():
+        here = rank in (spec.source, spec.destination)
+        if planned in shared.links:
+            opened[planned] = shared.links[planned]
+        elif planned in shared.refused:
+            group = dist.new_group([spec.source, spec.destination], timeout=timeout)
+            if here:
+                opened[planned] = open_link("dist", spec, group=group)
+        if here:
+            _log(opened[planned], shared.refused.get(planned, ""))
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     tied: dict[str, tuple[int, dist.ProcessGroup | None]] = {}
     for family in families:
@@ -78,28 +104,89 @@ def open_dist_wiring(
         if len(ranks) > 1 and ranks not in groups:
             groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
         tied |= {name: (owner[name], groups.get(ranks)) for name in family}
-    everyone = dist.new_group(backend="gloo", timeout=timeout)
-    return _DistWiring(links, everyone, tied, dist.get_world_size())
+    return _ProcessWiring(opened, everyone, tied)
 
 
-def _specs(
-    schedule: Schedule, slots: SlotAssignment, dtype: torch.dtype, device: torch.device
-) -> dict[PlannedLink, LinkSpec]:
-    specs = {}
-    for link, transfers in slots.order.items():
-        slot_of = {(transfer.stage, transfer.micro, transfer.slice): slots.slot(transfer) for transfer in transfers}
-        specs[link] = LinkSpec(
-            link.source_rank, link.destination_rank, link.direction, dtype, device, slots.slots(link), slot_of
-        )
-    return specs
+@dataclass(frozen=True)
+class _Place:
+    """Where a rank runs, as far as sharing memory goes: alike for those that can."""
+
+    missing: str
+    host: tuple[str, str, int]
+    cores: int
+    threads: int
+
+    @staticmethod
+    def here(device: torch.device) -> _Place:
+        missing = "its ranks compute on GPUs" if device.type != "cpu" else shm_missing()
+        if missing:
+            return _Place(missing, ("", "", 0), 1, 1)
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        network = os.readlink("/proc/self/ns/net")  # the two ends meet at a socket whose name is valid in one
+        return _Place("", (boot, network, os.getuid()), len(os.sched_getaffinity(0)), torch.get_num_threads())
 
 
-def _warm(spec: LinkSpec, group: dist.ProcessGroup, rank: int) -> None:
-    x = torch.zeros(1, device=spec.device)
-    if rank == spec.source:
-        dist.send(x, spec.destination, group=group)
-    else:
-        dist.recv(x, spec.source, group=group)
+@dataclass(frozen=True)
+class _Shared:
+    """This rank's links through shared memory, and of all links that have none the reason."""
+
+    links: dict[PlannedLink, Link]
+    refused: dict[PlannedLink, str]
+
+
+def _open_shared(
+    specs: Mapping[PlannedLink, LinkSpec], rank: int, everyone: dist.ProcessGroup, *, links: str, timeout: timedelta
+) -> _Shared:
+    if links == "dist":
+        return _Shared({}, dict.fromkeys(specs, "asked for"))
+    device = next((spec.device for spec in specs.values()), torch.device("cpu"))
+    places: list[_Place] = _exchange(_Place.here(device), everyone)
+    neighbours = [place for place in places if place.host == places[rank].host]
+    spins = sum(place.threads for place in neighbours) <= places[rank].cores
+    refused = {planned: why for planned, spec in specs.items() if (why := _apart(places, spec))}
+    opened: dict[PlannedLink, Link] = {}
+    mine: dict[PlannedLink, str] = {}
+    for planned, spec in specs.items():
+        if planned in refused or rank not in (spec.source, spec.destination):
+            continue
+        options = {"spin_s": SPIN_S if spins else 0.0, "timeout_s": timeout.total_seconds()}
+        try:
+            opened[planned] = open_link("shm", spec, group=everyone, **options)
+        except LinkError as error:
+            mine[planned] = str(error)
+    for failures in _exchange(mine, everyone):  # either end's
+        refused |= failures
+    for planned in refused.keys() & opened.keys():
+        opened.pop(planned).close()
+    if refused and links == "shm":
+        for link in opened.values():
+            link.close()
+        reasons = "\n".join(f"  {specs[planned]}: {why}" for planned, why in refused.items())
+        raise LinkError(f"links 'shm' were asked for, but cannot be had (links 'auto' uses what can):\n{reasons}")
+    return _Shared(opened, refused)
+
+
+def _apart(places: Sequence[_Place], spec: LinkSpec) -> str:
+    """Why the two ranks of a link cannot share memory."""
+    source, destination = places[spec.source], places[spec.destination]
+    if source.missing or destination.missing:
+        return source.missing or destination.missing
+    return "" if source.host == destination.host else "its ranks are on two hosts, or in two network namespaces"
+
+
+def _exchange(own: Any, group: dist.ProcessGroup) -> list[Any]:
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, own, group=group)
+    return everybody
+
+
+def _log(link: Link, why: str) -> None:
+    """Tries the link, both ends together; its sender says how fast it is."""
+    speed, spec = link.measure(), link.spec
+    if speed is not None:
+        reason = f" (no shared memory: {why})" if why else ""
+        size = f"{spec.slots} slots of {spec.slot_bytes / 2**20:.2f} MiB"
+        logger.info("%s: %s, %s, %.1f us, %.1f GB/s%s", spec, link.kind, size, speed.latency_us, speed.gb_per_s, reason)
 
 
 class _LocalWiring:
@@ -128,18 +215,16 @@ class _LocalWiring:
             link.close()
 
 
-class _DistWiring:
+class _ProcessWiring:
     def __init__(
         self,
         links: dict[PlannedLink, Link],
         everyone: dist.ProcessGroup,
         tied: Mapping[str, tuple[int, dist.ProcessGroup | None]],
-        ranks: int,
     ) -> None:
         self.links = links
         self._everyone: dist.ProcessGroup | None = everyone
         self._tied = dict(tied)
-        self._ranks = ranks
 
     def expect(self, transfers: Expected) -> None:
         for planned, link in self.links.items():
@@ -155,9 +240,8 @@ class _DistWiring:
         return table.tolist()
 
     def gather(self, own: list[Any]) -> list[list[Any]]:
-        reports: list[Any] = [None] * self._ranks
-        dist.all_gather_object(reports, own, group=self._everyone)
-        return reports
+        assert self._everyone is not None
+        return _exchange(own, self._everyone)
 
     def share(self, name: str, value: Tensor | None, *, like: Tensor | None) -> Tensor | None:
         source, group = self._tied[name]

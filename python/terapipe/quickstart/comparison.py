@@ -102,7 +102,7 @@ class _Variant:
             plan,
             hidden_size=model.hidden,
             ties=tied_parameters(model),
-            links="local" if ranks == 1 else "dist",
+            links="local" if ranks == 1 else "auto",
         )
         self.optimizer = Optimizer(self.pipeline.named_parameters(), config.optimizer, steps=config.steps)
 

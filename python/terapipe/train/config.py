@@ -108,7 +108,8 @@ class ParallelSettings:
     """Layers of each stage, embedding and head counted as one layer each; without it, as even as possible."""
     warmup_per_hop: int = 1
     """seq_1f1b: forwards a rank may run ahead for each hop; more hides unequal slices and costs memory."""
-    links: Literal["auto", "local", "dist"] = "auto"
+    links: Literal["auto", "local", "shm", "dist"] = "auto"
+    """auto: shared memory between CPU ranks of one host, else torch.distributed; local: one process steps all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from terapipe.engine import Batch
 from terapipe.engine.interpreter import ActionError, RankProgram, forward_actions, one_over, run_together
-from terapipe.engine.wiring import open_local_wiring
+from terapipe.engine.wiring import link_specs, open_local_wiring
 from terapipe.schedule import Action, Schedule, assign_slots, link_transfers, seq_1f1b, terapipe
 from terapipe.schedule.slots import ring_slots
 
@@ -36,7 +36,8 @@ class Stage:
 
 
 def _programs(schedule: Schedule, log: list[Any], slots: Any = None) -> list[RankProgram]:
-    wiring = open_local_wiring(schedule, slots or assign_slots(schedule), torch.float32, torch.device("cpu"))
+    slots = slots or assign_slots(schedule)
+    wiring = open_local_wiring(link_specs(schedule, slots, torch.float32, torch.device("cpu"), ()))
     wiring.expect(
         {
             link: [((transfer.stage, transfer.micro, transfer.slice), ()) for transfer in transfers]
@@ -102,7 +103,8 @@ def test_every_action_gets_the_output_of_the_one_it_needs(schedule: Schedule) ->
 def test_evaluation_runs_the_forwards_and_frees_every_slot_at_once() -> None:
     schedule = terapipe(3, 2, 4)
     log: list[Any] = []
-    programs = _programs(schedule, log, ring_slots(schedule, 1))  # one slot a link would stall a training step
+    slots = ring_slots(schedule, 1, resident=True)  # one slot a link would stall a training step
+    programs = _programs(schedule, log, slots)
     _begin(programs, schedule, None)
     run_together(programs)
     assert [entry for entry in log if entry[0] == "begin"] == [("begin", rank, True) for rank in range(3)]

@@ -1,4 +1,4 @@
-"""The same plan over processes (`dist`) and in one process (`local`): the same numbers to the last bit."""
+"""The same plan over processes (`shm`, `dist`) and in one process (`local`): the same numbers to the last bit."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from engine_cases import TOLERANCE, oracle, worst_error
-from worker import LAYOUTS, mixed_ties, run_layout
+from worker import LAYOUTS, LINKS, mixed_ties, run_layout
 
-from terapipe.engine.wiring import open_local_wiring
+from terapipe.engine.wiring import link_specs, open_local_wiring
 from terapipe.schedule import assign_slots, link_transfers, seq_1f1b
 
 
@@ -23,18 +23,20 @@ def test_processes_give_the_numbers_of_one_process(ranks: int, run_scenario: Cal
     for case in LAYOUTS[ranks]:
         with case.pipeline(links="local") as pipeline:
             local = run_layout(pipeline, case)
-        reports = [result[str(case)] for result in results]
+        reports = [result[str(case), links] for links in LINKS[ranks] for result in results]
         for report in reports:
             assert report["losses"] == local["losses"]
             assert report["grad_norm"] == local["grad_norm"]
             assert report["repeated"] and local["repeated"]
             assert report["timeline"] == local["timeline"]
             assert 0.0 <= report["bubble_share"] < 1.0
-        gradients = {name: gradient for report in reports for name, gradient in report["gradients"].items()}
-        assert sum(len(report["gradients"]) for report in reports) == len(gradients)
-        assert gradients.keys() == local["gradients"].keys()
-        for name, gradient in gradients.items():
-            assert torch.equal(gradient, local["gradients"][name]), (str(case), name)
+        for links in LINKS[ranks]:
+            owned = [result[str(case), links]["gradients"] for result in results]
+            gradients = {name: gradient for own in owned for name, gradient in own.items()}
+            assert sum(len(own) for own in owned) == len(gradients)
+            assert gradients.keys() == local["gradients"].keys()
+            for name, gradient in gradients.items():
+                assert torch.equal(gradient, local["gradients"][name]), (str(case), links, name)
         if case.dtype in TOLERANCE:
             exact = oracle(case)
             assert worst_error(gradients, exact.gradients) <= TOLERANCE[case.dtype]
@@ -52,7 +54,7 @@ def test_processes_give_the_numbers_of_one_process(ranks: int, run_scenario: Cal
 def test_every_link_has_the_plans_slots() -> None:
     schedule = seq_1f1b(3, 2, 3)
     slots = assign_slots(schedule)
-    wiring = open_local_wiring(schedule, slots, torch.bfloat16, torch.device("cpu"))
+    wiring = open_local_wiring(link_specs(schedule, slots, torch.bfloat16, torch.device("cpu"), (1, 3, 8)))
     assert list(wiring.links) == list(link_transfers(schedule))
     for planned, link in wiring.links.items():
         assert (link.spec.source, link.spec.destination, link.spec.direction) == planned

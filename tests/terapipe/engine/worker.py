@@ -38,6 +38,8 @@ LAYOUTS = {
     ],
 }
 
+LINKS = {2: ("shm", "dist"), 3: ("shm",)}
+
 
 def run_layout(pipeline: Pipeline, case: Case) -> dict[str, Any]:
     """Evaluations and steps in mixed order; also run by the test itself over local links."""
@@ -62,10 +64,11 @@ def run_layout(pipeline: Pipeline, case: Case) -> dict[str, Any]:
 def layouts(rank: int, ranks: int) -> dict[str, Any]:
     results: dict[str, Any] = {"tied": []}
     for case in LAYOUTS[ranks]:
-        with case.pipeline() as pipeline:
-            results[str(case)] = run_layout(pipeline, case)
-            if tied_parameters(case.config):
-                results["tied"].append(train_tied(pipeline, case))
+        for links in LINKS[ranks]:
+            with case.pipeline(links=links) as pipeline:
+                results[str(case), links] = run_layout(pipeline, case)
+                if tied_parameters(case.config):
+                    results["tied"].append(train_tied(pipeline, case))
     results["mixed ties"] = mixed_ties(ranks)
     return results
 

@@ -1,0 +1,47 @@
+"""Hand-off of one slice's hidden states (or their gradient) from a rank to its neighbour: one interface, several media.
+
+local   one process steps all ranks of a plan: plain tensors, one per slot (tests, debugging, a single device)
+shm     two processes of one host, on CPUs: the receiver's slots in shared memory, written in place
+dist    torch.distributed isend and posted irecv on a group of the link's own; gloo or NCCL, across hosts
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from tpkernels.links.base import Key, Link, LinkError, LinkSpec, Speed, Transfers
+from tpkernels.links.dist import DistLink
+from tpkernels.links.local import LocalLink
+from tpkernels.links.shm import ShmLink, shm_missing
+
+__all__ = [
+    "DistLink",
+    "Key",
+    "Link",
+    "LinkError",
+    "LinkSpec",
+    "LocalLink",
+    "ShmLink",
+    "Speed",
+    "Transfers",
+    "open_link",
+    "shm_missing",
+]
+
+KINDS = ("local", "shm", "dist")
+
+
+def open_link(kind: str, spec: LinkSpec, *, group: dist.ProcessGroup | None = None, **options: Any) -> Link:
+    """This process's end of a link of `kind`.
+
+    group: holds both ranks; "dist" sends through it, "shm" meets through it, so both ends make this call. options: of
+    the medium (`ShmLink.open`). ValueError for an unknown kind, LinkError when the two ends do not come together."""
+    if kind == "local":
+        return LocalLink(spec)
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind of link {kind!r}; choose {', '.join(KINDS)}.")
+    if group is None:
+        raise ValueError(f"{spec}: a link of kind {kind!r} needs a process group that holds both of its ranks.")
+    return DistLink(spec, group) if kind == "dist" else ShmLink.open(spec, group, **options)

@@ -1,0 +1,115 @@
+"""What every link is: the words both ends agree on before the first step, and the interface.
+
+A link is one direction between two ranks; activations and gradients between the same two ranks are two links. Which
+slot a transfer uses and in which order transfers come is decided by the plan; nothing is negotiated at run time, and
+both ends check.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Key = tuple[int, int, int]
+"""(receiving stage, micro, slice) of a transfer."""
+
+Transfers = Sequence[tuple[Key, tuple[int, ...]]]
+"""Keys and shapes of a step's transfers, in the order in which the sender puts them."""
+
+
+@dataclass(frozen=True)
+class LinkSpec:
+    """What both ends of a link know before the first step.
+
+    slot_of: the slot of each transfer, out of `slots`. slot_shape: of the largest transfer (for media that reserve
+    memory). resident: a taken tensor *is* the slot until its release; else `take` copies and frees the slot itself.
+    """
+
+    source: int
+    destination: int
+    direction: str  # "F" activations, "B" gradients
+    dtype: torch.dtype
+    device: torch.device
+    slots: int
+    slot_of: Mapping[Key, int]
+    slot_shape: tuple[int, ...] = ()
+    resident: bool = True
+
+    def __str__(self) -> str:
+        return f"link {self.source}->{self.destination} ({'activations' if self.direction == 'F' else 'gradients'})"
+
+    @property
+    def slot_bytes(self) -> int:
+        return math.prod(self.slot_shape) * self.dtype.itemsize
+
+
+class Speed(NamedTuple):
+    """What a link did when it was opened: one way, without load; the bandwidth of whole slots, copied in."""
+
+    latency_us: float
+    gb_per_s: float
+
+
+class LinkError(RuntimeError):
+    """A hand-off did not happen.  `lost_peer` is the rank at the other end when it is gone or stands still, else
+    None."""
+
+    def __init__(self, message: str, *, lost_peer: int | None = None) -> None:
+        super().__init__(message)
+        self.lost_peer = lost_peer
+
+
+class Link(Protocol):
+    """One direction of hand-off between two ranks."""
+
+    spec: LinkSpec
+    kind: str
+
+    def expect(self, transfers: Transfers) -> None:
+        """Both: what the coming step will carry."""
+
+    def reserve(self, key: Key) -> Tensor:
+        """Sender: the tensor to compute into, before `put(key, that tensor)`; waits until its slot is free."""
+
+    def put(self, key: Key, x: Tensor, residual: Tensor | None = None) -> None:
+        """Sender: hand `x` (plus `residual`) on.  Without graph; it must not be written afterwards."""
+
+    def take(self, key: Key) -> Tensor:
+        """Receiver: the next tensor of the order, a leaf of its own; waits for it."""
+
+    def verify(self, key: Key) -> None:
+        """Receiver: LinkError unless what was taken is still there; autograd cannot see another process write."""
+
+    def release(self, key: Key) -> None:
+        """Receiver: the slot of `key` may be written again.  Verifies it once more."""
+
+    def finish(self) -> None:
+        """Both: wait for what is still on its way; the step is over."""
+
+    def measure(self) -> Speed | None:
+        """Both, before the first step: what the link can do; None at the receiver and where there is nothing to
+        measure."""
+
+    def close(self) -> None:
+        """Both: let go of the medium; a peer that waits on this link gets an error."""
+
+
+def check_put(spec: LinkSpec, shapes: Mapping[Key, tuple[int, ...]], key: Key, x: Tensor) -> None:
+    """Refuse to send what the receiver does not expect."""
+    if key not in shapes:
+        count = len(shapes)
+        raise LinkError(f"{spec}: {name(key)} for stage {key[0]} is not among the {count} transfers of this step.")
+    if x.dtype != spec.dtype or tuple(x.shape) != shapes[key]:
+        raise LinkError(
+            f"{spec}: {name(key)} is {x.dtype} {list(x.shape)}, but the plan says {spec.dtype} {list(shapes[key])}; "
+            f"make hidden_size and dtype of the pipeline those of what the layers return."
+        )
+
+
+def name(key: Key) -> str:
+    return f"micro {key[1]}, slice {key[2]}"

@@ -1,0 +1,253 @@
+"""Links between two processes of one host through shared memory: the C++ ring (`csrc/links/ring.h`) behind `Link`.
+
+The sender computes into the slot (`reserve`) or copies once (`put`); the receiver reads in place. A wait spins for a
+moment where every rank has a core, then sleeps; it ends when the slice comes, the peer closes, dies or stands still, or
+time is up. The trap: autograd saves a taken tensor but cannot see the peer write to it, so `verify` and `release` ask
+the slot whether it still holds this use.
+"""
+
+from __future__ import annotations
+
+import secrets
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpkernels.links.base import Key, LinkError, LinkSpec, Speed, Transfers, check_put, name
+
+try:
+    from tpkernels import _core
+except ImportError:  # not built: shm_missing says so
+    _core = None  # type: ignore[assignment]
+
+TILE_ROWS = 64
+SPIN_S = 2e-3  # longer than the gap between two slices that are nearly alike
+SILENCE_S, TIMEOUT_S, MEET_S = 10.0, 1800.0, 30.0
+
+
+def shm_missing() -> str:
+    """Why this process cannot use shared-memory links; empty when it can."""
+    if sys.platform != "linux":
+        return f"needs Linux, this is {sys.platform}"
+    return "" if hasattr(_core, "Ring") else "tpkernels._core was not built, or without links"
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a transfer lies."""
+
+    slot: int
+    num_bytes: int
+    view: Tensor
+
+
+class ShmLink:
+    """One end. Make it with `open`, on both ranks."""
+
+    kind = "shm"
+
+    def __init__(self, spec: LinkSpec, ring: Any, segment: Any, *, sender: bool, poison: bool) -> None:
+        self.spec, self._ring, self._segment, self._poison = spec, ring, segment, poison
+        self._peer = spec.destination if sender else spec.source
+        self._places: dict[tuple[Key, tuple[int, ...]], _Place] = {}
+        self._step: dict[Key, _Place] = {}
+        self._shapes: dict[Key, tuple[int, ...]] = {}
+        self._order: list[Key] = []
+        self._done = 0
+        self._held: set[Key] = set()
+        self._reserved: Key | None = None
+
+    @staticmethod
+    def open(
+        spec: LinkSpec,
+        group: dist.ProcessGroup,
+        *,
+        spin_s: float = SPIN_S,
+        silence_s: float = SILENCE_S,
+        timeout_s: float = TIMEOUT_S,
+        first_epoch: int = 0,
+        poison: bool = False,
+    ) -> ShmLink:
+        """Meet the other end through `group`. first_epoch: where slots begin to count; poison: fill released slots
+        with NaN (both for tests). LinkError on both ends when either cannot."""
+        from tpkernels.links import segment
+
+        sender = dist.get_rank() == spec.source
+        row_bytes = spec.slot_shape[-1] * spec.dtype.itemsize
+        geometry = _core.RingGeometry(slots=spec.slots, slot_bytes=spec.slot_bytes, tile_bytes=TILE_ROWS * row_bytes)
+        try:
+            if sender:
+                address, generation = _hear(spec, group)
+                met = segment.connect(address, MEET_S)
+            else:
+                generation = secrets.randbits(31)
+                try:
+                    offer = segment.Offer(geometry.bytes)
+                except OSError as error:
+                    _say(spec, group, f"!rank {spec.destination} cannot share {geometry.bytes} bytes: {error}")
+                    raise
+                geometry.format(offer.memory, generation, first_epoch)
+                _say(spec, group, f"{offer.address} {generation}")
+                met = offer.accept(MEET_S)
+            ring = _core.Ring(
+                met.memory,
+                geometry,
+                generation=generation,
+                sender=sender,
+                spin_s=spin_s,
+                silence_s=silence_s,
+                timeout_s=timeout_s,
+                socket=met.socket.fileno(),
+                pidfd=met.pidfd,
+            )
+        except (OSError, ValueError) as error:
+            raise LinkError(f"{spec}: the two ends did not come together: {error}") from error
+        return ShmLink(spec, ring, met, sender=sender, poison=poison)
+
+    def expect(self, transfers: Transfers) -> None:
+        shapes = dict(transfers)
+        if shapes != self._shapes or not self._step:
+            self._shapes, self._order = shapes, list(shapes)
+            self._step = {key: self._place(key, shape) for key, shape in shapes.items()}
+        self._done, self._reserved = 0, None
+        self._held.clear()
+
+    def reserve(self, key: Key) -> Tensor:
+        place = self._next(key)
+        trouble = self._ring.reserve(place.slot)
+        if trouble is not None:
+            raise self._lost(key, trouble)
+        self._reserved = key
+        return place.view
+
+    def put(self, key: Key, x: Tensor, residual: Tensor | None = None) -> None:
+        check_put(self.spec, self._shapes, key, x)
+        place = self._next(key)
+        if self._reserved is None and residual is None:
+            x = x.contiguous()
+            trouble = self._ring.put(place.slot, x.data_ptr(), place.num_bytes)
+            if trouble is not None:
+                raise self._lost(key, trouble)
+        else:
+            slot = place.view if self._reserved == key else self.reserve(key)
+            if residual is not None:
+                torch.add(x, residual, out=slot)
+            elif x.data_ptr() != slot.data_ptr():
+                slot.copy_(x)
+            self._reserved = None
+            self._ring.post(place.slot, place.num_bytes)
+        self._done += 1
+
+    def take(self, key: Key) -> Tensor:
+        place = self._next(key)
+        if self.spec.resident:
+            x = place.view.detach()  # a leaf of its own: no gradient or hook of an earlier use
+            trouble = self._ring.take(place.slot, place.num_bytes)
+            self._held.add(key)
+        else:
+            x = torch.empty_like(place.view)
+            trouble = self._ring.take_copy(place.slot, x.data_ptr(), place.num_bytes)
+        if trouble is not None:
+            raise self._lost(key, trouble)
+        self._done += 1
+        return x
+
+    def verify(self, key: Key) -> None:
+        if self.spec.resident and not (key in self._held and self._ring.holds(self.spec.slot_of[key])):
+            raise LinkError(
+                f"{self.spec}: slot {self.spec.slot_of[key]} no longer holds {name(key)}: it was released or written "
+                f"over before its backward had run, so the gradients of this step are wrong."
+            )
+
+    def release(self, key: Key) -> None:
+        self.verify(key)
+        if self.spec.resident:
+            self._held.remove(key)
+            self._ring.release(self.spec.slot_of[key], self._poison)
+
+    def finish(self) -> None:
+        if self._done != len(self._order):
+            raise LinkError(f"{self.spec}: transfers never made: {[name(key) for key in self._order[self._done :]]}.")
+        if self._held:
+            held = [name(key) for key in self._held]
+            raise LinkError(f"{self.spec}: slots still held at the end of the step: {held}.")
+
+    def measure(self) -> Speed | None:
+        ring, rounds = self._ring, [0] * 40 + [self.spec.slot_bytes] * 6
+        if self._peer == self.spec.source:
+            for num_bytes in rounds:
+                self._check(ring.take(0, num_bytes))
+                ring.release(0, self._poison)
+            return None
+        whole = torch.zeros(self.spec.slot_shape, dtype=self.spec.dtype)
+        seconds: dict[int, list[float]] = {num_bytes: [] for num_bytes in rounds}
+        for num_bytes in rounds:  # each waits for the release of the one before
+            began = time.perf_counter()
+            self._check(ring.put(0, whole.data_ptr(), num_bytes))
+            seconds[num_bytes].append(time.perf_counter() - began)
+        latency = statistics.median(seconds[0]) / 2
+        return Speed(latency * 1e6, self.spec.slot_bytes / min(seconds[self.spec.slot_bytes][1:]) / 1e9)
+
+    def close(self) -> None:
+        self._ring.close()
+        self._segment.close()
+        self._step.clear()
+        self._places.clear()
+
+    def _next(self, key: Key) -> _Place:
+        if self._done == len(self._order) or self._order[self._done] != key:
+            expected = name(self._order[self._done]) if self._done < len(self._order) else "nothing more"
+            raise LinkError(f"{self.spec}: asked for {name(key)}, but the plan's next transfer is {expected}.")
+        return self._step[key]
+
+    def _place(self, key: Key, shape: tuple[int, ...]) -> _Place:
+        if (key, shape) not in self._places:
+            slot, dtype = self.spec.slot_of[key], self.spec.dtype
+            count = torch.Size(shape).numel()
+            view = torch.frombuffer(
+                self._segment.memory, dtype=dtype, count=count, offset=self._ring.slot_offset(slot)
+            ).view(shape)
+            self._places[key, shape] = _Place(slot, count * dtype.itemsize, view)
+        return self._places[key, shape]
+
+    def _check(self, trouble: Any) -> None:
+        if trouble is not None:
+            raise self._lost(None, trouble)
+
+    def _lost(self, key: Key | None, trouble: Any) -> LinkError:
+        state = {
+            "closed": "has closed the link",
+            "gone": "is gone",
+            "silent": "stands still (stopped or frozen)",
+            "late": "is alive but did not come",
+        }[trouble.outcome]
+        what = "the first exchange" if key is None else f"stage {key[0]}, {name(key)}"
+        return LinkError(
+            f"{self.spec}: rank {self._peer} {state}: waited {trouble.seconds:.1f} s for {what} (slot {trouble.slot}, "
+            f"tile {trouble.tile}, wanted epoch {trouble.wanted}, saw {trouble.seen}).",
+            lost_peer=None if trouble.outcome == "late" else self._peer,
+        )
+
+
+_LETTER_BYTES = 512
+
+
+def _say(spec: LinkSpec, group: dist.ProcessGroup, text: str) -> None:
+    letter = torch.frombuffer(bytearray(text.encode()[:_LETTER_BYTES].ljust(_LETTER_BYTES)), dtype=torch.uint8)
+    dist.send(letter, spec.source, group=group)
+
+
+def _hear(spec: LinkSpec, group: dist.ProcessGroup) -> tuple[str, int]:
+    letter = torch.zeros(_LETTER_BYTES, dtype=torch.uint8)
+    dist.recv(letter, spec.destination, group=group)
+    text = bytes(letter.tolist()).decode(errors="replace").strip()
+    if text.startswith("!"):
+        raise OSError(text[1:])
+    address, generation = text.split()
+    return address, int(generation)
