@@ -1,0 +1,64 @@
+// bindings/emulator.cpp: tpk_emulator, for tests: registered tensors, settings, the report, and the kernels as the tests call them.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "emulator/session.h"
+#include "emulator/test_kernels.h"
+
+namespace py = pybind11;
+using namespace tpk::emulator;
+
+namespace {
+
+void register_tensor(const std::string& name, int64_t address, uint32_t item_bytes, std::vector<int64_t> sizes,
+                     std::vector<int64_t> strides, bool writable) {
+  session().tensors.add({name, static_cast<uintptr_t>(address), item_bytes, writable, std::move(sizes), std::move(strides)});
+}
+
+py::dict take_report() {
+  const Report report = session().take_report();
+  py::list findings, banks;
+  std::vector<Pc> pcs;
+  for (const Finding& finding : report.findings) pcs.insert(pcs.end(), {finding.pc, finding.other_pc});
+  for (const auto& [pc, counts] : report.banks) pcs.push_back(pc);
+  find_places(pcs);
+  for (const Finding& finding : report.findings) {
+    py::dict entry;
+    entry["kind"] = finding.kind, entry["kernel"] = finding.kernel, entry["block"] = finding.block, entry["threads"] = finding.threads;
+    entry["text"] = finding.text(), entry["count"] = finding.count;
+    findings.append(entry);
+  }
+  for (const auto& [pc, counts] : report.banks) {
+    py::dict entry;
+    entry["place"] = place(pc), entry["accesses"] = counts.accesses, entry["phases"] = counts.phases, entry["turns"] = counts.turns;
+    banks.append(entry);
+  }
+  py::dict result;
+  result["findings"] = findings, result["findings_left_out"] = report.findings_left_out;
+  result["banks"] = banks, result["operations"] = report.operations;
+  return result;
+}
+
+} // namespace
+
+PYBIND11_MODULE(tpk_emulator, m) {
+  m.doc() = "CUDA kernels of tpkernels on the host, with every access checked. For tests.";
+  m.def("register_tensor", &register_tensor, py::arg("name"), py::arg("address"), py::arg("item_bytes"), py::arg("sizes"),
+        py::arg("strides"), py::arg("writable"));
+  m.def("clear_tensors", [] { session().tensors.clear(); });
+  m.def(
+      "configure", [](uint32_t host_threads, bool backwards) { session().host_threads = host_threads, session().backwards = backwards; },
+      py::arg("host_threads"), py::arg("backwards"));
+  m.def("take_report", &take_report);
+  m.def("test_kernel_names", &test_kernel_names);
+  m.def(
+      "run_test_kernel",
+      [](const std::string& name, int64_t grid, int threads, int64_t shared_bytes, const std::array<int64_t, 4>& addresses,
+         const std::array<int64_t, 4>& sizes) {
+        TestTask task{{}, sizes};
+        for (size_t i = 0; i < 4; ++i) task.tensors[i] = reinterpret_cast<void*>(addresses[i]);
+        const py::gil_scoped_release unlocked;
+        run_test_kernel(name, grid, threads, shared_bytes, task);
+      },
+      py::arg("name"), py::arg("grid"), py::arg("threads"), py::arg("shared_bytes"), py::arg("addresses"), py::arg("sizes"));
+}

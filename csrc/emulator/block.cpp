@@ -1,0 +1,355 @@
+// emulator/block.cpp: the scheduler of a block's threads, their meetings, and the checks of their accesses.
+#include "emulator/block.h"
+
+#include <bit>
+#include <cstring>
+#include <new>
+#include <sys/mman.h>
+
+namespace tpk::emulator {
+
+thread_local constinit Block* current_block = nullptr;
+
+namespace {
+
+// Shared memory lies in the middle of a mapping without access, so that stray pointers near it are known for what they are.
+constexpr size_t shared_margin = 1 << 20, shared_window = 1 << 20;
+constexpr unsigned char poison = 0xff; // NaN in every format
+constexpr size_t most_findings = 40;
+
+std::string span(uint32_t first, uint32_t last) {
+  return first == last ? "thread " + std::to_string(first) : "threads " + std::to_string(first) + "-" + std::to_string(last);
+}
+
+std::string bytes_at(uint32_t bytes, uint32_t offset) {
+  return std::to_string(bytes) + " bytes at shared offset " + std::to_string(offset);
+}
+
+const char* verb(Access access) { return access == Access::read ? "reads " : access == Access::write ? "writes " : "updates atomically "; }
+
+} // namespace
+
+Block::Block()
+    : stacks_(std::make_unique<Stacks>(max_threads)), threads_(std::make_unique<Thread[]>(max_threads)),
+      warps_(std::make_unique<Warp[]>(max_threads / lanes)) {
+  void* memory = mmap(nullptr, 2 * shared_margin + shared_window, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  shared_mapping_ = static_cast<unsigned char*>(memory);
+  shared_ = shared_mapping_ + shared_margin;
+  if (mprotect(shared_, max_shared_bytes, PROT_READ | PROT_WRITE) != 0) throw std::bad_alloc();
+  stacks_begin_ = stacks_->memory(), stacks_bytes_ = stacks_->bytes();
+  shared_begin_ = reinterpret_cast<uintptr_t>(shared_);
+}
+
+Block::~Block() { munmap(shared_mapping_, 2 * shared_margin + shared_window); }
+
+void Block::run(const Launch& launch, uint32_t index, bool backwards, Tensors& tensors, Report& report) {
+  launch_ = &launch, index_ = index, backwards_ = backwards, tensors_ = &tensors, report_ = &report;
+  params_begin_ = reinterpret_cast<uintptr_t>(launch.params), params_bytes_ = launch.params_bytes;
+  shared_bytes_ = launch.shared_bytes;
+  std::memset(shared_, poison, shared_bytes_);
+  shadow.reset(shared_bytes_);
+  clocks.reset(launch.threads);
+  banks.reset();
+  operations_.clear();
+  for (BarrierState& barrier : barriers_) barrier = BarrierState{};
+  for (uint32_t w = 0; w < launch.threads / lanes; ++w) {
+    warps_[w].waiting = 0;
+    for (auto& log : warps_[w].log) log.clear();
+    runnable_[w] = ~0u;
+  }
+  runnable_warps_ = static_cast<uint32_t>((uint64_t{1} << launch.threads / lanes) - 1);
+  num_exited_ = 0, stopped_ = false;
+  for (uint32_t t = 0; t < launch.threads; ++t) {
+    Thread& thread = threads_[t];
+    thread.exited = false, thread.waits = nullptr, thread.pc = 0, thread.barrier = 0;
+    thread.copies.clear(), thread.copy_groups.clear();
+    prepare_fiber(thread.fiber, stacks_->begin(t), stacks_->end(t), &Block::thread_main);
+  }
+  current_block = this;
+  thread_ = backwards ? launch.threads - 1 : 0;
+  switch_fiber(scheduler_, threads_[thread_].fiber);
+  current_block = nullptr;
+  if (!stopped_ && num_exited_ < launch.threads) report_standstill();
+  for (uint32_t w = 0; w < launch.threads / lanes; ++w) settle_banks(warps_[w]);
+  for (const auto& [pc, counts] : banks.counts()) report.banks[pc] += counts;
+  for (const auto& [operation, times] : operations_) report.operations[operation] += times;
+}
+
+// ---- scheduling ---------------------------------------------------------------------------------------------------------------
+
+void Block::thread_main() {
+  Block& block = *current_block;
+  block.launch_->body(block.launch_->params);
+  block.self().exited = true;
+  ++block.num_exited_;
+  block.suspend();
+}
+
+// The running thread stops until it is runnable again.
+void Block::suspend() {
+  const uint32_t warp = thread_ / lanes;
+  runnable_[warp] &= ~(1u << thread_ % lanes);
+  if (runnable_[warp] == 0) runnable_warps_ &= ~(1u << warp);
+  switch_to_next();
+}
+
+void Block::switch_to_next() {
+  Fiber& from = self().fiber;
+  uint32_t warp = thread_ / lanes;
+  if (runnable_[warp] == 0) {
+    if (runnable_warps_ == 0) return switch_fiber(from, scheduler_);
+    warp = static_cast<uint32_t>(backwards_ ? 31 - std::countl_zero(runnable_warps_) : std::countr_zero(runnable_warps_));
+  }
+  const int lane = backwards_ ? 31 - std::countl_zero(runnable_[warp]) : std::countr_zero(runnable_[warp]);
+  thread_ = warp * lanes + static_cast<uint32_t>(lane);
+  switch_fiber(from, self().fiber);
+}
+
+void Block::wake(uint32_t thread) {
+  runnable_[thread / lanes] |= 1u << thread % lanes;
+  runnable_warps_ |= 1u << thread / lanes;
+}
+
+void Block::wait(const char* what, Pc pc) {
+  self().waits = what, self().pc = pc;
+  suspend();
+}
+
+// ---- meetings -----------------------------------------------------------------------------------------------------------------
+
+bool Block::arrive_at_warp(const char* what, uint32_t mask, Pc pc) {
+  Warp& meeting = warp();
+  const uint32_t own = lane();
+  if ((mask >> own & 1) == 0)
+    fail("divergence", std::string("executes ") + what + " with a mask of lanes that leaves itself out",
+         "name every lane that executes it in the mask", pc);
+  meeting.what[own] = what, meeting.mask[own] = mask, meeting.pc[own] = pc;
+  meeting.waiting |= 1u << own;
+  if ((meeting.waiting & mask) != mask) {
+    self().waits = what, self().pc = pc;
+    return false;
+  }
+  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+    const auto other = static_cast<uint32_t>(std::countr_zero(rest));
+    if (meeting.what[other] == what && meeting.mask[other] == mask && meeting.pc[other] == pc) continue;
+    // A compiler may copy one source line to two places; two lines are two instructions.
+    if (meeting.what[other] == what && meeting.mask[other] == mask && place(meeting.pc[other]) == place(pc)) continue;
+    fail("divergence",
+         std::string("executes ") + what + " while lane " + std::to_string(other) + " of its warp executes " + meeting.what[other] + " (" +
+             place(meeting.pc[other]) + ")",
+         "let all lanes of a warp reach the same instruction with the same mask", pc);
+  }
+  if (mask == ~0u) settle_banks(meeting);
+  return true;
+}
+
+void Block::leave_warp(uint32_t mask) {
+  warp().waiting &= ~mask;
+  runnable_[thread_ / lanes] |= mask;
+  // This thread's warp is among the runnable ones: it runs.
+}
+
+void Block::sync_warp(uint32_t mask, Pc pc) {
+  meet("__syncwarp", mask, pc, [&](Warp&) {
+    const uint32_t first = thread_ / lanes * lanes;
+    warp_clock_.assign(launch_->threads, 0);
+    for (uint32_t i = 0; i < lanes; ++i)
+      if (mask >> i & 1) clocks.release(first + i, warp_clock_);
+    for (uint32_t i = 0; i < lanes; ++i)
+      if (mask >> i & 1) clocks.acquire(first + i, warp_clock_);
+  });
+}
+
+void Block::barrier(uint32_t id, uint32_t expected, bool wait, const char* what, Pc pc) {
+  if (id >= max_barriers) fail("bad barrier", std::string("uses ") + what + " " + std::to_string(id), "barriers are 0 to 15", pc);
+  if (expected % lanes != 0 || expected > launch_->threads)
+    fail("bad barrier", std::string("expects ") + std::to_string(expected) + " threads at " + what + " " + std::to_string(id),
+         "expect a multiple of 32 threads, at most those of the block (" + std::to_string(launch_->threads) + ")", pc);
+  BarrierState& state = barriers_[id];
+  if (state.arrived == 0) state.expected = expected;
+  if (state.expected != expected)
+    fail("bad barrier",
+         std::string("expects ") + std::to_string(expected) + " threads at " + what + " " + std::to_string(id) + ", where others expect " +
+             std::to_string(state.expected),
+         "give one barrier one number of threads at a time", pc);
+  clocks.release(thread_, state.published);
+  if (wait) state.waiting.push_back(thread_);
+  if (++state.arrived < expected) {
+    self().barrier = id;
+    if (wait) this->wait(what, pc);
+    return;
+  }
+  count(what);
+  std::array<uint32_t, max_threads / lanes> present{};
+  for (const uint32_t t : state.waiting) {
+    clocks.acquire(t, state.published);
+    if (t != thread_) wake(t);
+    if (++present[t / lanes] == lanes) settle_banks(warps_[t / lanes]);
+  }
+  state.arrived = 0;
+  state.waiting.clear();
+  state.published.clear();
+}
+
+void Block::settle_banks(Warp& warp) { banks.settle(warp.log); }
+
+// ---- memory -------------------------------------------------------------------------------------------------------------------
+
+void Block::access(uintptr_t address, uint32_t bytes, Access access, bool aligned, Pc pc) {
+  if (address - stacks_begin_ < stacks_bytes_) return;
+  const uintptr_t offset = address - shared_begin_;
+  if (offset + shared_margin < shared_window + 2 * shared_margin) {
+    require_shared(static_cast<uint32_t>(offset), bytes, aligned ? bytes : 1, pc);
+    return shared_access(static_cast<uint32_t>(offset), bytes, access, pc);
+  }
+  if (access == Access::read && address - params_begin_ < params_bytes_) return;
+  if (aligned && address % bytes != 0)
+    fail("misaligned",
+         verb(access) + std::to_string(bytes) + " bytes at " + tensors_->describe(address) + ", which is no multiple of " +
+             std::to_string(bytes),
+         "access it in smaller pieces, or align what it is part of", pc);
+  global_access(address, bytes, access != Access::read, pc);
+}
+
+void Block::require_shared(uint32_t offset, uint32_t bytes, uint32_t alignment, Pc pc) {
+  if (offset > shared_bytes_ || bytes > shared_bytes_ - offset) {
+    const auto signed_offset = static_cast<int32_t>(offset);
+    fail("out of bounds",
+         "accesses " + std::to_string(bytes) + " bytes at shared offset " + std::to_string(signed_offset) + "; the block has " +
+             std::to_string(shared_bytes_),
+         "launch with more shared memory, or check the index", pc);
+  }
+  if (offset % alignment != 0)
+    fail("misaligned", "accesses " + bytes_at(bytes, offset) + ", which is no multiple of " + std::to_string(alignment),
+         "align the rows: their stride has to be a multiple of " + std::to_string(alignment) + " bytes", pc);
+}
+
+void Block::shared_access(uint32_t offset, uint32_t bytes, Access access, Pc pc, bool log) {
+  const Clash clash = shadow.access(access, thread_, clocks.seen(thread_), offset, bytes, pc);
+  if (clash.kind != Clash::Kind::none) report_clash(clash, access, offset, bytes, pc);
+  if (log) warp().log[lane()].push_back({offset, bytes, pc});
+}
+
+extern "C" __attribute__((visibility("hidden"))) const char _end;
+
+void Block::global_access(uintptr_t address, uint32_t bytes, bool write, Pc pc) {
+  if (tensors_->allows(address, bytes, write)) return;
+  const bool constant = address >= reinterpret_cast<uintptr_t>(&__ehdr_start) && address < reinterpret_cast<uintptr_t>(&_end);
+  if (constant && !write) return;
+  const std::string what = std::to_string(bytes) + " bytes at " + tensors_->describe(address);
+  if (write && tensors_->read_only(address)) fail("read-only", "writes " + what, "write to an output, or register the tensor as one", pc);
+  fail("out of bounds", (write ? "writes " : "reads ") + what, "guard the access by the tensor's sizes", pc);
+}
+
+void Block::begin_copy(const AsyncCopy& copy, Pc pc) {
+  require_shared(copy.offset, copy.bytes, copy.bytes, pc);
+  const auto source = reinterpret_cast<uintptr_t>(copy.global);
+  if (copy.read_bytes > 0) {
+    if (source % copy.bytes != 0)
+      fail("misaligned",
+           "copies " + std::to_string(copy.bytes) + " bytes from " + tensors_->describe(source) + ", which is no multiple of that",
+           "require strides that are multiples of 16 bytes, or copy in smaller pieces", pc);
+    global_access(source, copy.read_bytes, false, pc);
+  }
+  const Clash clash = shadow.begin_copy(thread_, clocks.seen(thread_), copy.offset, copy.bytes, pc);
+  if (clash.kind != Clash::Kind::none) report_clash(clash, Access::write, copy.offset, copy.bytes, pc);
+  std::memset(shared_ + copy.offset, poison, copy.bytes);
+  warp().log[lane()].push_back({copy.offset, copy.bytes, pc});
+  self().copies.push_back(copy);
+}
+
+void Block::commit_copies() { self().copy_groups.push_back(self().copies.size()); }
+
+void Block::finish_copies(size_t groups_left, bool uncommitted) {
+  Thread& thread = self();
+  const size_t groups =
+      uncommitted ? thread.copy_groups.size() : thread.copy_groups.size() - std::min(groups_left, thread.copy_groups.size());
+  const size_t done = uncommitted ? thread.copies.size() : groups == 0 ? 0 : thread.copy_groups[groups - 1];
+  for (size_t i = 0; i < done; ++i) {
+    const AsyncCopy& copy = thread.copies[i];
+    if (copy.read_bytes > 0) std::memcpy(shared_ + copy.offset, copy.global, copy.read_bytes);
+    std::memset(shared_ + copy.offset + copy.read_bytes, 0, copy.bytes - copy.read_bytes);
+    shadow.end_copy(thread_, clocks.now(thread_), copy.offset, copy.bytes);
+  }
+  thread.copies.erase(thread.copies.begin(), thread.copies.begin() + static_cast<ptrdiff_t>(done));
+  thread.copy_groups.erase(thread.copy_groups.begin(), thread.copy_groups.begin() + static_cast<ptrdiff_t>(groups));
+  for (size_t& end : thread.copy_groups) end -= done;
+}
+
+// ---- findings -----------------------------------------------------------------------------------------------------------------
+
+// Counts a finding that was made at the same places before, or that is one too many.
+bool Block::known(const char* kind, Pc pc, Pc other_pc) {
+  for (Finding& finding : report_->findings)
+    if (finding.pc == pc && finding.other_pc == other_pc && std::strcmp(finding.kind, kind) == 0) return ++finding.count, true;
+  if (report_->findings.size() < most_findings) return false;
+  return ++report_->findings_left_out, true;
+}
+
+void Block::fail(const char* kind, std::string what, std::string remedy, Pc pc) {
+  report_->findings.push_back({kind, launch_->kernel, index_, span(thread_, thread_), std::move(what), std::move(remedy), pc});
+  stopped_ = true;
+  // The strings of the callers are gone with the fiber; that leak ends with the test.
+  switch_fiber(self().fiber, scheduler_);
+  __builtin_unreachable();
+}
+
+void Block::report_clash(const Clash& clash, Access access, uint32_t offset, uint32_t bytes, Pc pc) {
+  using Kind = Clash::Kind;
+  const bool same_warp = clash.other_thread / lanes == thread_ / lanes;
+  const char* kind = clash.kind == Kind::race           ? same_warp ? "race in a warp" : "race"
+                     : clash.kind == Kind::unwritten    ? "unwritten"
+                     : clash.kind == Kind::copy_pending ? "copy pending"
+                                                        : "barrier object";
+  if (known(kind, pc, clash.other_pc)) return;
+  const std::string other = "thread " + std::to_string(clash.other_thread);
+  std::string what = verb(access) + bytes_at(bytes, offset), remedy, before;
+  switch (clash.kind) {
+  case Kind::race:
+    what += std::string(", which ") + other + (clash.other_wrote ? " wrote" : " read") + " before, with no barrier that orders the two";
+    before = other + (clash.other_wrote ? " wrote" : " read") + " it";
+    remedy =
+        same_warp ? "__syncwarp() between the two (a shuffle or mma orders no memory)" : "a barrier that both threads pass between the two";
+    break;
+  case Kind::unwritten:
+    what += ", part of which nothing has written";
+    remedy = "write it first, or let the copy that fills it cover it (zeros where there is no row)";
+    break;
+  case Kind::copy_pending:
+    what += ", into which a cp.async of " + other + " is still copying";
+    before = other + " began the copy";
+    remedy = "let the thread that copies wait for the group (cp_async_wait), then pass a barrier";
+    break;
+  default:
+    what += ", which holds an mbarrier that " + other + " made";
+    before = other + " made it";
+    remedy = "keep data and barriers apart, or invalidate the barrier first";
+  }
+  report_->findings.push_back(
+      {kind, launch_->kernel, index_, span(thread_, thread_), std::move(what), std::move(remedy), pc, clash.other_pc, std::move(before)});
+}
+
+// Every thread's position, neighbours in the same one together.
+void Block::report_standstill() {
+  const auto position = [&](uint32_t t) {
+    const Thread& thread = threads_[t];
+    if (thread.exited) return std::string("ended");
+    return std::string("at ") + thread.waits + (thread.barrier != 0 ? " " + std::to_string(thread.barrier) : "") + ", " + place(thread.pc);
+  };
+  std::string positions;
+  uint32_t waiting = launch_->threads;
+  for (uint32_t first = 0, end = 0; first < launch_->threads; first = end) {
+    const std::string here = position(first);
+    for (end = first; end < launch_->threads && position(end) == here;) ++end;
+    if (!threads_[first].exited) waiting = std::min(waiting, first);
+    positions += "\n    " + span(first, end - 1) + ": " + here;
+  }
+  thread_ = waiting;
+  report_->findings.push_back({"missed barrier", launch_->kernel, index_, span(waiting, waiting),
+                               std::string("waits at ") + self().waits + " for threads that never come:" + positions,
+                               "take the barrier out of the branch, or end no thread before it", self().pc});
+  stopped_ = true;
+}
+
+} // namespace tpk::emulator

@@ -1,0 +1,165 @@
+// emulator/block.h: one block of a launch as it runs: its threads as fibers, their meetings, its shared memory and what is known of it.
+// Threads run one after another, each until it has to wait; a warp goes on as long as one of its lanes can, so that its stacks stay in the
+// cache. Who waits for whom is kept in bit masks. Trap: everything here is called from a fiber, between two instructions of device code.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "emulator/banks.h"
+#include "emulator/clocks.h"
+#include "emulator/fiber.h"
+#include "emulator/report.h"
+#include "emulator/shadow.h"
+#include "emulator/tensors.h"
+
+namespace tpk::emulator {
+
+inline constexpr uint32_t lanes = 32, max_threads = 1024, max_barriers = 16, max_shared_bytes = 227 << 10;
+
+// Parameters of a launch. body(params) runs one thread of the kernel.
+struct Launch {
+  std::string kernel;
+  uint32_t grid = 0, threads = 0, shared_bytes = 0;
+  void (*body)(const void* params) = nullptr;
+  const void* params = nullptr;
+  size_t params_bytes = 0;
+};
+
+struct AsyncCopy {
+  uint32_t offset = 0;
+  const char* global = nullptr;
+  uint32_t bytes = 0, read_bytes = 0;
+};
+
+struct Thread {
+  Fiber fiber;
+  const char* waits = nullptr; // for what; null: runs
+  Pc pc = 0;                   // where it waits
+  uint32_t barrier = 0;        // which barrier, if it is one
+  bool exited = false;
+  std::vector<AsyncCopy> copies;   // under way, in order
+  std::vector<size_t> copy_groups; // ends of committed groups in copies
+};
+
+// What a lane brings to a warp-wide instruction and takes from it.
+union Operands {
+  uint32_t bits[16];
+  float floats[16];
+  uint64_t wide[8];
+};
+
+struct Warp {
+  uint32_t waiting = 0;                // lanes at a warp-wide instruction
+  std::array<const char*, lanes> what; // its name
+  std::array<uint32_t, lanes> mask;    // its lanes
+  std::array<Pc, lanes> pc;
+  std::array<Operands, lanes> in, out;
+  std::array<std::vector<LaneAccess>, lanes> log;
+};
+
+class Block {
+ public:
+  Block();
+  ~Block();
+
+  // Runs the block to its end, or to a finding that nothing can follow.
+  void run(const Launch& launch, uint32_t index, bool backwards, Tensors& tensors, Report& report);
+  bool stopped() const { return stopped_; } // by such a finding
+
+  // ---- the running thread ----
+  uint32_t thread() const { return thread_; }
+  uint32_t lane() const { return thread_ % lanes; }
+  Warp& warp() { return warps_[thread_ / lanes]; }
+  Thread& self() { return threads_[thread_]; }
+  const Launch& launch() const { return *launch_; }
+  uint32_t index() const { return index_; }
+
+  // ---- memory ----
+  unsigned char* shared() const { return shared_; }
+  // A plain access of device code to any address.
+  void access(uintptr_t address, uint32_t bytes, Access access, bool aligned, Pc pc);
+  void shared_access(uint32_t offset, uint32_t bytes, Access access, Pc pc, bool log = true);
+  void global_access(uintptr_t address, uint32_t bytes, bool write, Pc pc);
+  void require_shared(uint32_t offset, uint32_t bytes, uint32_t alignment, Pc pc);
+  void begin_copy(const AsyncCopy& copy, Pc pc);
+  void commit_copies();
+  void finish_copies(size_t groups_left, bool uncommitted);
+
+  // ---- meetings ----
+  // The lanes of `mask` meet; the last one calls combine(warp), with what each brought in warp.in, and each then finds its part in
+  // warp.out.
+  template <class Combine> void meet(const char* what, uint32_t mask, Pc pc, Combine&& combine) {
+    if (arrive_at_warp(what, mask, pc)) {
+      combine(warp());
+      leave_warp(mask);
+    } else {
+      suspend();
+    }
+  }
+  void sync_warp(uint32_t mask, Pc pc);
+  void barrier(uint32_t id, uint32_t expected, bool wait, const char* what, Pc pc);
+  // Waits until wake() is called for this thread; `what` tells a person for what.
+  void wait(const char* what, Pc pc);
+  void wake(uint32_t thread);
+
+  Clocks clocks;
+  Shadow shadow;
+  Banks banks;
+
+  // ---- findings ----
+  // The run goes on after a clash, but not after this:
+  [[noreturn]] void fail(const char* kind, std::string what, std::string remedy, Pc pc);
+  void count(const char* operation, uint64_t times = 1) { operations_[operation] += times; }
+
+ private:
+  struct BarrierState {
+    uint32_t arrived = 0, expected = 0;
+    std::vector<uint32_t> waiting;
+    ClockRow published;
+  };
+
+  static void thread_main();
+  bool arrive_at_warp(const char* what, uint32_t mask, Pc pc);
+  void leave_warp(uint32_t mask);
+  void suspend();
+  void switch_to_next();
+  void settle_banks(Warp& warp);
+  void report_standstill();
+  void report_clash(const Clash& clash, Access access, uint32_t offset, uint32_t bytes, Pc pc);
+  bool known(const char* kind, Pc pc, Pc other_pc);
+
+  // Read by every access: kept together.
+  uintptr_t stacks_begin_ = 0, stacks_bytes_ = 0, shared_begin_ = 0, params_begin_ = 0, params_bytes_ = 0;
+  unsigned char* shared_ = nullptr;
+  uint32_t shared_bytes_ = 0, thread_ = 0;
+  Tensors* tensors_ = nullptr;
+
+  std::array<uint32_t, max_threads / lanes> runnable_{}; // lanes of each warp
+  uint32_t runnable_warps_ = 0;
+  bool backwards_ = false, stopped_ = false;
+  const Launch* launch_ = nullptr;
+  uint32_t index_ = 0, num_exited_ = 0;
+
+  std::unique_ptr<Stacks> stacks_;
+  std::unique_ptr<Thread[]> threads_;
+  std::unique_ptr<Warp[]> warps_;
+  std::array<BarrierState, max_barriers> barriers_;
+  ClockRow warp_clock_;
+  Fiber scheduler_;
+  Report* report_ = nullptr;
+  std::map<const char*, uint64_t> operations_;
+  unsigned char* shared_mapping_ = nullptr;
+};
+
+// The block that this host thread runs; null outside of a launch.
+extern thread_local constinit Block* current_block __attribute__((tls_model("initial-exec")));
+
+// The instruction of device code that called the function this stands in.
+#define TPK_EMULATOR_PC ::tpk::emulator::to_pc(__builtin_return_address(0))
+
+} // namespace tpk::emulator

@@ -1,0 +1,59 @@
+// emulator/session.cpp: the blocks of a grid, over host threads.
+#include "emulator/session.h"
+
+#include <algorithm>
+#include <atomic>
+#include <thread>
+#include <utility>
+
+namespace tpk::emulator {
+namespace {
+
+void merge(Report& into, Report&& from) {
+  for (Finding& finding : from.findings) {
+    const auto same = std::find_if(into.findings.begin(), into.findings.end(), [&](const Finding& other) {
+      return other.pc == finding.pc && other.other_pc == finding.other_pc && std::string_view(other.kind) == finding.kind;
+    });
+    if (same != into.findings.end())
+      same->count += finding.count;
+    else
+      into.findings.push_back(std::move(finding));
+  }
+  into.findings_left_out += from.findings_left_out;
+  for (const auto& [pc, counts] : from.banks) into.banks[pc] += counts;
+  for (const auto& [operation, times] : from.operations) into.operations[operation] += times;
+}
+
+} // namespace
+
+Session& session() {
+  static Session the_session;
+  return the_session;
+}
+
+void Session::run(const Launch& launch) {
+  if (launch.threads % lanes != 0)
+    throw std::invalid_argument("emulator: launch of " + launch.kernel + " with " + std::to_string(launch.threads) +
+                                " threads; use a multiple of 32");
+  const uint32_t workers = std::clamp(host_threads, 1u, launch.grid);
+  while (blocks_.size() < workers) blocks_.push_back(std::make_unique<Block>());
+  std::vector<Report> reports(workers);
+  std::atomic<uint32_t> next{0};
+  std::atomic<bool> stopped{false};
+  const auto work = [&](uint32_t worker) {
+    Tensors own = tensors; // it remembers its last accesses
+    for (uint32_t i = next++; i < launch.grid && !stopped; i = next++) {
+      blocks_[worker]->run(launch, backwards ? launch.grid - 1 - i : i, backwards, own, reports[worker]);
+      if (blocks_[worker]->stopped()) stopped = true;
+    }
+  };
+  std::vector<std::thread> helpers;
+  for (uint32_t worker = 1; worker < workers; ++worker) helpers.emplace_back(work, worker);
+  work(0);
+  for (std::thread& helper : helpers) helper.join();
+  for (Report& report : reports) merge(report_, std::move(report));
+}
+
+Report Session::take_report() { return std::exchange(report_, Report{}); }
+
+} // namespace tpk::emulator
