@@ -248,6 +248,11 @@ def _check_cache(
 ) -> None:
     """Everything that can be refused before the cache is written to."""
     name = "flash_attn_with_kvcache"
+    no_vmap = torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is None
+    if not no_vmap and any(
+        torch._C._functorch.is_batchedtensor(x) for x in (q, k_cache, v_cache, k, v) if x is not None
+    ):
+        raise NotImplementedError(f"{name} does not run under torch.vmap: it writes its cache; use the batch dimension")
     for cache_name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.requires_grad and torch.is_grad_enabled():
             raise ValueError(

@@ -174,16 +174,16 @@ def pieces_of(intervals: Tensor, *, batch: int, keys: int) -> list[Piece]:
 
 
 def _joined_to_the_next(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
-    """Empty queries before the first that sees a key continue its run backwards: left padding makes no piece."""
+    """Queries before the first that sees a key continue its run backwards, still empty: left padding is no piece."""
     sees = hi > lo
     first = sees.to(torch.uint8).argmax(1, keepdim=True) if hi.shape[1] else hi
     number = torch.arange(hi.shape[1])
     before = (number < first) & sees.any(1, keepdim=True)
     if not before.any():
         return lo, hi
-    lo = torch.where(before, lo.gather(1, first), lo)
-    hi = torch.where(before, hi.gather(1, first) - (first - number).to(hi.dtype), hi)
-    return lo, hi
+    first_lo, first_hi = lo.gather(1, first), hi.gather(1, first)
+    earlier = torch.minimum(first_hi - (first - number).to(hi.dtype), first_lo)
+    return torch.where(before, first_lo, lo), torch.where(before, earlier, hi)
 
 
 def _runs(lo: Tensor, hi: Tensor, row_begin: int, row_end: int) -> list[Piece]:
