@@ -1,8 +1,8 @@
-"""Builds tpkernels._core and terapipe._core with CMake and ninja; everything else is in pyproject.toml.
+"""Builds tpkernels._core, terapipe._core and, where wanted, tpkernels._cuda with CMake; the rest is in pyproject.toml.
 
 CMake is the only place that lists sources and flags. This file configures it in a build folder that is kept between
 in-place builds, limits the jobs by free memory (the SIMD kernels need about 1 GiB a compiler), and honours MAX_JOBS,
-CMAKE_ARGS and DEBUG.
+CMAKE_ARGS, DEBUG and TPK_CUDA (csrc/cuda/FindWanted.cmake).
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class CMakeBuild(build_ext):
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DTERAPIPE_OUTPUT_DIR={folders['tpkernels._core']}",
             f"-DTERAPIPE_PLANNER_OUTPUT_DIR={folders['terapipe._core']}",
+            f"-DTPK_CUDA={os.environ.get('TPK_CUDA', 'auto')}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
         for command in (configure, ["cmake", "--build", str(build), "--parallel", str(parallel_jobs())]):

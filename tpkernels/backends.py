@@ -1,9 +1,9 @@
 """Backend registry: which implementation serves a call, decided from data, logged once, never a silent wrong number.
 
 Order: cuda, triton, cpu, reference; the oracle `reference` is automatic only for fp64, `triton` never on CPU tensors
-(its interpreter). TPK_BACKEND or backend= asks for one by name, and then its refusal is an error instead of a step to
-the next. A backend lives in the module tpkernels.<name> as the class <Name>Backend; modules that do not exist are not
-listed.
+(its interpreter), `cuda` only on GPUs whose architecture its tests have passed on. TPK_BACKEND or backend= asks for one
+by name, and then its refusal is an error instead of a step to the next. A backend lives in the module tpkernels.<name>
+as the class <Name>Backend; modules that do not exist are not listed.
 
 The one trap: nothing is imported until it is needed, so a broken extension shows up as a reason here, not at import.
 """
@@ -179,6 +179,8 @@ def _select(call: AttentionCall, requested: str | None) -> Backend:
                     "its interpreter is a test of the kernels, never automatic; ask for it with backend='triton' or "
                     "TPK_BACKEND=triton"
                 )
+            if reason is None and name == "cuda":
+                reason = getattr(backend_or_none, "unproven", lambda: None)()
             if reason is None:
                 return _announce(backend_or_none, call, "first that fits")
         reasons.append(f"{name}: {reason}")

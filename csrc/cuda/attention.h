@@ -20,4 +20,10 @@ DeviceLimits limits_of(int device);
 int64_t forward_workspace_bytes(const ForwardParams& params, bool deterministic, const Place& place);
 void attention_forward(const ForwardParams& params, bool deterministic, void* workspace, const Place& place);
 
+// Adds into dk, dv and dsinks; writes dq.
+int64_t backward_workspace_bytes(const BackwardParams& params, bool deterministic, const Place& place);
+void attention_backward(const BackwardParams& params, bool deterministic, void* workspace, const Place& place);
+// Packed query rows of the backward's tile: slices at multiples of it, in rows, leave dk and dv bitwise the same (deterministic).
+int invariance_rows(int64_t head_dim, int device);
+
 } // namespace tpk::cuda

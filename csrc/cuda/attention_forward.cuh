@@ -210,15 +210,8 @@ template <class Tile> struct ForwardBlock {
       }
     if (split) return;
     __syncwarp(); // a warp stages its own rows where only it has read q
-    constexpr int rows_at_once = warp_threads / Shape::row_chunks;
-#pragma unroll 4
-    for (int i = 0; i < Tile::warp_rows / rows_at_once; ++i) {
-      const int within = warp_row + i * rows_at_once + lane / Shape::row_chunks, chunk = lane % Shape::row_chunks;
-      if (first_row + within >= rows_end) continue;
-      const RowPlace at = RowPlace::of(first_row + within, group, place.kv_head);
-      ptx::store_global_16(address_of<Element>(task.call.out, place.batch, at.token, at.head) + chunk * 8,
-                           ptx::load_shared_16(staged + Shape::at(within, chunk)));
-    }
+    store_staged_rows<Element, head_dim, Tile::warp_rows>(staged, task.call.out, place.batch, place.kv_head, group, first_row, warp_row,
+                                                          rows_end, lane);
   }
 };
 

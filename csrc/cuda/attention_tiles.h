@@ -28,4 +28,33 @@ template <class Element_, int head_dim_> struct ForwardTile {
   static_assert(shared_bytes <= small_shared_bytes);
 };
 
+// Owns keys, walks query rows: dk, dv and what dq takes. Each warp owns warp_keys keys and the whole head_dim of their dk and dv, so that
+// P^T and dS^T are operands where they arise: 128 fp32 registers of sums. Query tiles come in `chunk` rows, which is what S^T and dP^T
+// hold at a time. Two stages of (q, dout, rows).
+template <class Element_, int head_dim_, bool small> struct KeyTile {
+  using Element = Element_;
+  // head_dim 64: 32 keys a warp halve what it reads of q and dout. head_dim 128: 16 keys fill the registers; 128 keys a block make
+  // the reductions of dq half as many as 64 would. small: what fits 99 KiB.
+  static constexpr int head_dim = head_dim_, rows = small ? 32 : 64, keys = small ? 64 : 128, chunk = head_dim == 64 ? 16 : 32;
+  static constexpr int warp_keys = head_dim == 64 ? 32 : 16, warps = keys / warp_keys, threads = warps * 32;
+  static constexpr int row_bytes = head_dim * 2, stages = 2, packed_row_bytes = 16;
+  static constexpr int q_at = 0, dout_at = rows * row_bytes, rows_at = 2 * dout_at, stage_bytes = rows_at + rows * packed_row_bytes;
+  static constexpr int k_at = 0, v_at = keys * row_bytes, ds_at = 2 * v_at, ds_row_bytes = rows * 2;
+  static constexpr int stages_at = ds_at + keys * ds_row_bytes, place_at = stages_at + stages * stage_bytes, shared_bytes = place_at + 64;
+  // dq of a tile: each warp 32 rows and 32 columns.
+  static constexpr int dq_row_warps = rows / 32, dq_column_warps = head_dim / 32;
+  static_assert(dq_row_warps * dq_column_warps == warps);
+};
+
+// Owns query rows, walks keys: the deterministic dq. 16 rows a warp: S, dP and dq are 128 registers.
+template <class Element_, int head_dim_> struct QueryTile {
+  using Element = Element_;
+  static constexpr int head_dim = head_dim_, rows = 64, keys = 64, warps = 4, threads = warps * 32, blocks = 2;
+  static constexpr int row_bytes = head_dim * 2, slot_bytes = keys * row_bytes;
+  // Two slots of K and one of V, which is read first and can be filled again earlier: two blocks share a multiprocessor of sm_80.
+  static constexpr int q_at = 0, dout_at = rows * row_bytes, k_at = 2 * dout_at, v_at = k_at + 2 * slot_bytes;
+  static constexpr int rows_at = v_at + slot_bytes, shared_bytes = rows_at + rows * 16;
+  static_assert(shared_bytes <= small_shared_bytes);
+};
+
 } // namespace tpk

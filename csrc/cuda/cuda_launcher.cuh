@@ -31,8 +31,14 @@ class CudaLauncher {
   static void check(cudaError_t error, const std::string& what) {
     if (error == cudaSuccess) return;
     cudaGetLastError(); // this one is reported here, not again by the next call
-    throw std::runtime_error("attention backend cuda: " + what + " failed: " + cudaGetErrorString(error) + " (" + cudaGetErrorName(error) +
-                             "); if the call is sound, an earlier kernel may have failed: run with CUDA_LAUNCH_BLOCKING=1");
+    const std::string said = std::string(cudaGetErrorString(error)) + " (" + cudaGetErrorName(error) + ")";
+    if (error == cudaErrorInsufficientDriver)
+      throw std::runtime_error("attention backend cuda: there is no NVIDIA driver here, or it is older than the kernels need: " + said);
+    if (error == cudaErrorNoKernelImageForDevice)
+      throw std::runtime_error("attention backend cuda: it was not compiled for this device: " + said +
+                               "; build again with TPK_CUDA=1 and CUDAARCHS naming its architecture");
+    throw std::runtime_error("attention backend cuda: " + what + " failed: " + said +
+                             "; an earlier kernel may be the cause, CUDA_LAUNCH_BLOCKING=1 tells");
   }
 
  private:

@@ -139,6 +139,13 @@ template <> TPK_DEVICE void mma_m16n8k16<fp16>(float (&d)[4], const uint32_t (&a
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// x, which the compiler can no longer tell from another: what is made of it is made again here, not held in registers since it was made
+// elsewhere.
+TPK_DEVICE uint32_t afresh(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // ---- barriers -----------------------------------------------------------------------------------------------------------------
 
 // Named barrier 1..15 of `threads` threads, a multiple of 32 (0 is __syncthreads).

@@ -32,10 +32,11 @@ TPK_DEVICE void load_packed_rows(uint32_t tile, const TensorView& view, int batc
   using Shape = SwizzledTile<dim * 2>;
   constexpr int rows_at_once = threads / Shape::row_chunks;
   static_assert(rows % rows_at_once == 0);
-  const int chunk = threadIdx.x % Shape::row_chunks;
+  const uint32_t thread = ptx::afresh(threadIdx.x);
+  const int chunk = thread % Shape::row_chunks;
 #pragma unroll 4
   for (int i = 0; i < rows / rows_at_once; ++i) {
-    const int row = i * rows_at_once + threadIdx.x / Shape::row_chunks;
+    const int row = i * rows_at_once + int(thread / Shape::row_chunks);
     const bool valid = first + row >= begin && first + row < end;
     const RowPlace place = RowPlace::of(valid ? first + row : 0, group, kv_head);
     ptx::cp_async_16(tile + Shape::at(row, chunk), address_of<Element>(view, batch, place.token, place.head) + chunk * 8, valid);
@@ -55,6 +56,22 @@ TPK_DEVICE void load_keys(uint32_t tile, const Element* source, int64_t key_stri
     const int r = row + i * rows_at_once;
     ptx::cp_async_16(tile + Shape::at(r, chunk), from, first + r < end);
     from += rows_at_once * key_stride;
+  }
+}
+
+// 16-byte stores of a warp's rows [warp_row, warp_row + rows) of a swizzled tile to the packed tensor whose row first_row is the tile's 0.
+template <class Element, int dim, int rows>
+TPK_DEVICE void store_staged_rows(uint32_t tile, const TensorView& view, int batch, int kv_head, int group, int first_row, int warp_row,
+                                  int rows_end, int lane) {
+  using Shape = SwizzledTile<dim * 2>;
+  constexpr int rows_at_once = warp_threads / Shape::row_chunks;
+#pragma unroll 4
+  for (int i = 0; i < rows / rows_at_once; ++i) {
+    const int within = warp_row + i * rows_at_once + lane / Shape::row_chunks, chunk = lane % Shape::row_chunks;
+    if (first_row + within >= rows_end) continue;
+    const RowPlace at = RowPlace::of(first_row + within, group, kv_head);
+    ptx::store_global_16(address_of<Element>(view, batch, at.token, at.head) + chunk * 8,
+                         ptx::load_shared_16(tile + Shape::at(within, chunk)));
   }
 }
 

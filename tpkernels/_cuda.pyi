@@ -1,0 +1,62 @@
+"""tpkernels._cuda: the CUDA kernels, built when TPK_CUDA asks for them or a GPU and nvcc are there.
+
+Tensors are (address, batch stride, token stride, head stride); address 0 is no tensor. `stream` is a cudaStream_t.
+`allocate` turns bytes into the address of device memory that outlives the call's kernels.
+"""
+
+from collections.abc import Callable
+
+Tensor = tuple[int, int, int, int]
+Sizes = tuple[int, int, int, int, int, int, int]
+MaskSizes = tuple[int, int, int, int, int, int]
+
+def device_count() -> int:
+    """CUDA devices; RuntimeError with the driver's reason when there is no usable driver."""
+
+def capability(device: int) -> int:
+    """Compute capability, 90 is 9.0; RuntimeError below 80."""
+
+def invariance_rows(head_dim: int, device: int) -> int:
+    """Packed query rows of the backward's tile."""
+
+def attention_forward(
+    *,
+    dtype: int,
+    sizes: Sizes,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: int,
+    mask: MaskSizes,
+    scale: float,
+    softcap: float,
+    sinks: int,
+    deterministic: bool,
+    device: int,
+    stream: int,
+    allocate: Callable[[int], int],
+) -> None: ...
+def attention_backward(
+    *,
+    dtype: int,
+    sizes: Sizes,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: int,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dsinks: int,
+    mask: MaskSizes,
+    scale: float,
+    softcap: float,
+    sinks: int,
+    deterministic: bool,
+    device: int,
+    stream: int,
+    allocate: Callable[[int], int],
+) -> None: ...

@@ -1,0 +1,238 @@
+"""CudaBackend: prefix attention by the CUDA C++ kernels of tpkernels._cuda (csrc/cuda), bf16 and fp16, sm_80 and newer.
+
+head_dim 64 and 128, the same for values. deterministic=True: bitwise the same for any slicing (dk, dv: slices at
+multiples of `invariance_unit`). Used without being asked only on architectures on which its tests have passed on
+hardware (PROVEN). Calls run on torch's current stream and never synchronise, so CUDA graphs can capture them.
+
+The one trap: the extension sees raw addresses; a tensor that this file makes for a call must live until the call has
+been queued, and torch's allocator then keeps its memory in stream order.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpkernels.backends import AttentionCall
+from tpkernels.mask import RawMask
+
+_DTYPE_CODES = {torch.bfloat16: 1, torch.float16: 2}
+HEAD_DIMS = (64, 128)
+PROVEN: frozenset[int] = frozenset()  # compute capabilities (90 is 9.0); none yet
+
+
+class CudaBackend:
+    """tpkernels.backends.Backend over tpkernels._cuda.
+
+    extension, device_type: tests pass the emulator's module, which has the same functions, and "cpu".
+    """
+
+    name = "cuda"
+
+    def __init__(self, extension: Any = None, device_type: str = "cuda") -> None:
+        self._given = extension
+        self._device_type = device_type
+
+    @property
+    def _extension(self) -> Any:
+        return _import() if self._given is None else self._given
+
+    def unusable(self) -> str | None:
+        """Not built, no usable driver, no device, or a torch without CUDA."""
+        try:
+            count = self._extension.device_count()
+        except ImportError as error:
+            return f"tpkernels._cuda is not built; TPK_CUDA=1 pip install . builds it, with nvcc ({error})"
+        except RuntimeError as error:
+            return str(error)
+        if count == 0:
+            return "there is no CUDA device"
+        if self._device_type == "cuda" and not torch.cuda.is_available():
+            return f"torch {torch.__version__} sees no CUDA device (a CPU build of torch?)"
+        return None
+
+    def refuses(self, call: AttentionCall) -> str | None:
+        """Other devices, dtypes and head dims, GPUs before sm_80."""
+        if call.device_type != self._device_type:
+            return f"it runs on CUDA tensors, not on {call.device_type}"
+        if call.dtype not in _DTYPE_CODES:
+            return f"it computes bf16 and fp16, not {str(call.dtype).removeprefix('torch.')}"
+        if call.head_dim not in HEAD_DIMS or call.value_head_dim != call.head_dim:
+            return f"head_dim {call.head_dim}/{call.value_head_dim} is neither 64 nor 128 for keys and values alike"
+        try:
+            self._extension.capability(self._device_index())
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+    def unproven(self) -> str | None:
+        """Why the current device is not served without being asked for; None: it is."""
+        capability = self._extension.capability(self._device_index())
+        if capability in PROVEN:
+            return None
+        return (
+            f"its tests have not passed on hardware of compute capability {capability // 10}.{capability % 10} yet; "
+            "ask for it with backend='cuda' or TPK_BACKEND=cuda"
+        )
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        out: Tensor,
+        lse: Tensor,
+        start: int,
+        mask: RawMask,
+        scale: float,
+        softcap: float,
+        sinks: Tensor | None,
+        deterministic: bool,
+    ) -> None:
+        """Writes out and lse."""
+        _same_device(q, k, v, out, lse, mask.document_starts, sinks)
+        q, k, v = _aligned(q), _aligned(k), _aligned(v)
+        sinks = _fp32(sinks)
+        workspace = _Workspace(q.device)
+        self._extension.attention_forward(
+            dtype=_DTYPE_CODES[q.dtype],
+            sizes=_sizes(q, k, v),
+            q=_view(q),
+            k=_view(k),
+            v=_view(v),
+            out=_view(out),
+            lse=lse.data_ptr(),
+            mask=_mask(mask, start),
+            scale=scale,
+            softcap=softcap,
+            sinks=_address(sinks),
+            deterministic=deterministic,
+            allocate=workspace.allocate,
+            **self._place(q),
+        )
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        dsinks: Tensor | None,
+        start: int,
+        mask: RawMask,
+        scale: float,
+        softcap: float,
+        sinks: Tensor | None,
+        deterministic: bool,
+    ) -> None:
+        """Writes dq; adds into dk, dv and dsinks."""
+        _same_device(q, k, v, out, lse, dout, dq, dk, dv, dsinks, mask.document_starts, sinks)
+        dout, q, k, v, out = (_aligned(x) for x in (dout, q, k, v, out))
+        sums_k, sums_v = _aligned(dk), _aligned(dv)
+        sinks = _fp32(sinks)
+        workspace = _Workspace(q.device)
+        self._extension.attention_backward(
+            dtype=_DTYPE_CODES[q.dtype],
+            sizes=_sizes(q, k, v),
+            dout=_view(dout),
+            q=_view(q),
+            k=_view(k),
+            v=_view(v),
+            out=_view(out),
+            lse=lse.data_ptr(),
+            dq=_view(dq),
+            dk=_view(sums_k),
+            dv=_view(sums_v),
+            dsinks=_address(dsinks),
+            mask=_mask(mask, start),
+            scale=scale,
+            softcap=softcap,
+            sinks=_address(sinks),
+            deterministic=deterministic,
+            allocate=workspace.allocate,
+            **self._place(q),
+        )
+        for given, summed in ((dk, sums_k), (dv, sums_v)):
+            if summed is not given:
+                given.copy_(summed)
+
+    def invariance_unit(self, call: AttentionCall) -> int:
+        """Tokens after which the backward's query tile, of packed (token, head) rows, starts anew."""
+        rows = int(self._extension.invariance_rows(call.head_dim, self._device_index()))
+        return rows // math.gcd(rows, call.query_heads // call.kv_heads)
+
+    def _device_index(self) -> int:
+        return torch.cuda.current_device() if self._device_type == "cuda" else 0
+
+    def _place(self, tensor: Tensor) -> dict[str, int]:
+        if self._device_type != "cuda":
+            return {"device": 0, "stream": 0}
+        return {"device": tensor.get_device(), "stream": torch.cuda.current_stream(tensor.device).cuda_stream}
+
+
+class _Workspace:
+    """Memory of a call besides its tensors, held until the call has been queued."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: Tensor | None = None
+
+    def allocate(self, size_bytes: int) -> int:
+        self._memory = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+        return self._memory.data_ptr()
+
+
+@functools.cache
+def _import() -> Any:
+    return importlib.import_module("tpkernels._cuda")
+
+
+def _same_device(first: Tensor, *others: Tensor | None) -> None:
+    for other in others:
+        if other is not None and other.device != first.device:
+            raise ValueError(f"attention backend cuda: tensors on {first.device} and {other.device} in one call")
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy whose rows start on 16 bytes and whose last dimension is contiguous."""
+    unit = 16 // tensor.element_size()
+    strides = [stride for stride, size in zip(tensor.stride()[:3], tensor.shape[:3], strict=True) if size > 1]
+    if tensor.stride(3) == 1 and tensor.data_ptr() % 16 == 0 and not any(stride % unit for stride in strides):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _view(tensor: Tensor) -> tuple[int, int, int, int]:
+    """Address and strides; that of a dimension of one is arbitrary, and 0 here."""
+    batch, token, head = (s if n > 1 else 0 for s, n in zip(tensor.stride()[:3], tensor.shape[:3], strict=True))
+    return (tensor.data_ptr(), batch, token, head)
+
+
+def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int, int, int]:
+    return (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+
+
+def _mask(mask: RawMask, start: int) -> tuple[int, int, int, int, int, int]:
+    documents = mask.document_starts
+    batch_stride = 0 if documents is None or documents.shape[0] == 1 else documents.stride(0)
+    return (start, int(mask.causal), mask.window_left, mask.window_right, _address(documents), batch_stride)
+
+
+def _fp32(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().to(torch.float32).contiguous()
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
