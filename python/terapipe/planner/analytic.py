@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from terapipe.models.config import EMBEDDING, HEAD, ModelConfig
 from terapipe.planner.costs import BLOCK, DTYPE_BYTES, CostModel, CurveCost, LayerCosts, LinkModel, Overheads
@@ -58,6 +59,7 @@ def analytic_costs(
         dtype=dtype,
         max_tokens=max_tokens,
         tensor=tensor,
+        devices_per_node=int(float(hardware.devices_per_node)),
         layers=layers,
         links=links,
         overheads=Overheads(parameter_s=update_bytes / device.memory_rate),
@@ -96,15 +98,8 @@ class _Device:
         return max(1, math.ceil(rows / micro_size))
 
     def layer(self, kind: str, micro_sizes: Iterable[int], lengths: Sequence[int]) -> LayerCosts:
-        model = self.model
-        shapes = model.parameter_shapes("blocks.0" if kind == BLOCK else kind)
-        parameters = math.ceil(sum(math.prod(shape) for shape in shapes.values()) / self.tensor)
-        cache = 2 * model.kv_heads * model.head_dim / self.tensor if kind == BLOCK else 0
         return LayerCosts(
-            parameters=parameters,
-            saved_bytes_per_token=saved_bytes_per_token(model, kind, self.bytes, self.tensor),
-            cache_bytes_per_token=cache * self.bytes,
-            accumulator_bytes_per_token=cache * 4,
+            *layer_bytes(self.model, kind, self.bytes, self.tensor),
             forward={size: self._pass(kind, "forward", size, lengths) for size in micro_sizes},
             input_grad={size: self._pass(kind, "input_grad", size, lengths) for size in micro_sizes},
             weight_grad={size: self._pass(kind, "weight_grad", size, lengths) for size in micro_sizes},
@@ -171,6 +166,23 @@ def model_flops(model: ModelConfig, *, tokens: int, sequences: int) -> float:
     weights = model.layers * matmul_weights(model, BLOCK) + matmul_weights(model, HEAD)
     attention = model.layers * 4 * model.heads * model.head_dim * tokens / 2
     return 3.0 * sequences * tokens * (2 * weights + attention)
+
+
+class LayerBytes(NamedTuple):
+    """What `LayerCosts` says of memory, in its order."""
+
+    parameters: int
+    saved_bytes_per_token: float
+    cache_bytes_per_token: float
+    accumulator_bytes_per_token: float
+
+
+def layer_bytes(model: ModelConfig, kind: str, bytes: int, tensor: int = 1) -> LayerBytes:
+    """Memory of a layer whose values have `bytes` bytes, on each of `tensor` devices."""
+    shapes = model.parameter_shapes("blocks.0" if kind == BLOCK else kind)
+    parameters = math.ceil(sum(math.prod(shape) for shape in shapes.values()) / tensor)
+    cached = 2 * model.kv_heads * model.head_dim / tensor if kind == BLOCK else 0.0
+    return LayerBytes(parameters, saved_bytes_per_token(model, kind, bytes, tensor), cached * bytes, cached * 4)
 
 
 def saved_bytes_per_token(model: ModelConfig, kind: str, bytes: int, tensor: int = 1) -> float:

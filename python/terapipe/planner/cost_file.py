@@ -27,7 +27,7 @@ from terapipe.planner.costs import (
 from terapipe.planner.fit import Context
 
 FORMAT, VERSION = "terapipe-costs", 1
-PLAIN = ("source", "hardware", "dtype", "max_tokens", "tensor")  # fields that are JSON as they are
+PLAIN = ("source", "hardware", "dtype", "max_tokens", "tensor", "devices_per_node")  # fields that are JSON as they are
 
 
 def to_json(costs: CostModel) -> str:

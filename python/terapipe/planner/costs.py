@@ -167,41 +167,43 @@ class LayerCosts:
 
 @dataclass(frozen=True)
 class LinkModel:
-    """A transfer of `n` bytes arrives after `latency_s + n / bytes_per_s` and keeps its link busy for the latter.
-    `put_s`: how long the sender itself is held up by a transfer, `take_s` the receiver."""
+    """A transfer of `n` bytes arrives after `latency_s + n / bytes_per_s` and keeps its link busy for the latter."""
 
     latency_s: float
     bytes_per_s: float
-    put_s: float = 0.0
-    take_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("latency_s", "put_s", "take_s"):
-            _require_time(f"{name} of a link", getattr(self, name))
+        _require_time("latency_s of a link", self.latency_s)
         if not 0 < self.bytes_per_s < math.inf:
             raise ValueError(f"bytes_per_s of a link must be positive and finite, got {self.bytes_per_s!r}.")
 
 
 @dataclass(frozen=True)
 class Overheads:
-    """Seconds beside layers and links: of every action (the interpreter), of a step, of a step for each parameter of
-    a rank (norm and update). `shared_slowdown`: times by which an action is slower while all ranks work, where ranks
-    share a machine; the costs above are those of a busy machine, so a lone rank runs this much faster."""
+    """Seconds beside layers and links.
+
+    action_s: of every action (the interpreter). step_s: of a step. parameter_s: of a step for each parameter of a rank
+    (norm and update). first_gradient_s: of the first backward of a step, for each parameter (its gradient is made, not
+    added to).
+    """
 
     action_s: float = 0.0
     step_s: float = 0.0
     parameter_s: float = 0.0
-    shared_slowdown: float = 1.0
+    first_gradient_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("action_s", "step_s", "parameter_s", "shared_slowdown"):
-            _require_time(f"overhead {name}", getattr(self, name))
+        for name, value in vars(self).items():
+            _require_time(f"overhead {name}", value)
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """See the top of this file. `tensor`: over how many devices each stage is cut. `links`: by kind. `notes`: what a
-    person should know, such as the fit's error."""
+    """See the top of this file. `tensor`: over how many devices each stage is cut. `links`: by kind.
+
+    devices_per_node: where it is given, links between two nodes are of kind "inter", within one "intra"; else all are
+    of one kind. notes: what a person should know, such as the fit's error.
+    """
 
     source: str
     hardware: str
@@ -211,6 +213,7 @@ class CostModel:
     layers: Mapping[str, LayerCosts]
     links: Mapping[str, LinkModel]
     tensor: int = 1
+    devices_per_node: int | None = None
     overheads: Overheads = field(default_factory=Overheads)
     notes: Mapping[str, Any] = field(default_factory=dict)
 
@@ -260,6 +263,13 @@ class CostModel:
         if kind not in self.links:
             raise ValueError(f"the costs have no link of kind {kind!r}; they have {', '.join(self.links)}.")
         return self.links[kind]
+
+    def link_kind(self, rank: int, other: int, chosen: str | None = None) -> str:
+        """Of the link between two pipeline ranks; `chosen` or the first kind where nodes are not told apart."""
+        if chosen is not None or self.devices_per_node is None:
+            return chosen or next(iter(self.links))
+        first, second = (pipe * self.tensor // self.devices_per_node for pipe in (rank, other))
+        return "intra" if first == second else "inter"
 
     def __str__(self) -> str:
         from terapipe.planner.report import describe_costs

@@ -9,8 +9,9 @@ length). The trap: "inter" bandwidth is a node's whole network, which its device
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
+
+from terapipe.names import unknown
 
 
 @dataclass(frozen=True)
@@ -176,9 +177,5 @@ HARDWARE: dict[str, Hardware] = {item.name: item for item in (V100, A100, H100, 
 def hardware(name: str) -> Hardware:
     """The description of that name; ValueError with the nearest one otherwise."""
     if name not in HARDWARE:
-        near = difflib.get_close_matches(name, HARDWARE, n=1, cutoff=0.3)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(
-            f"unknown hardware {name!r}; {hint}known: {', '.join(HARDWARE)}; or give a file of `terapipe profile`."
-        )
+        raise ValueError(f"{unknown('hardware', name, HARDWARE)} Or give a file of `terapipe profile`.")
     return HARDWARE[name]

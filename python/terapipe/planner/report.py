@@ -52,7 +52,6 @@ def describe_costs(costs: CostModel) -> str:
                 rows.append(["  behind as many", *behind, "-"])
     links = [
         f"link {kind}: latency {seconds(link.latency_s)}, {link.bytes_per_s / 1e9:.3g} GB/s"
-        + (f", holds up the sender {seconds(link.put_s)}" if link.put_s else "")
         for kind, link in costs.links.items()
     ]
     overheads = costs.overheads
@@ -64,7 +63,7 @@ def describe_costs(costs: CostModel) -> str:
             columns(rows),
             *links,
             f"beside: {seconds(overheads.action_s)} an action, {seconds(overheads.step_s)} a step, "
-            f"{seconds(overheads.parameter_s * 1e6)} for a million parameters",
+            f"{seconds((overheads.parameter_s + overheads.first_gradient_s) * 1e6)} for a million parameters",
             *notes,
         ]
     )

@@ -3,7 +3,16 @@
 from terapipe.schedule.action import KIND_NAMES, KINDS, Action, B, F, I, W
 from terapipe.schedule.check import ScheduleError, check
 from terapipe.schedule.costs import LinkCost, causal_costs, costs_per_slice
-from terapipe.schedule.generators import GENERATORS, gpipe, one_f_one_b, seq_1f1b, terapipe
+from terapipe.schedule.generators import (
+    GENERATORS,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    seq_1f1b,
+    seq_interleaved,
+    seq_zero_bubble,
+    terapipe,
+)
 from terapipe.schedule.plan import Plan, equal_slices, make_plan, split_layers
 from terapipe.schedule.schedule import Schedule
 from terapipe.schedule.simulate import Bubble, Simulation, simulate
@@ -47,6 +56,7 @@ __all__ = [
     "demand_order",
     "equal_slices",
     "gpipe",
+    "interleaved",
     "link_transfers",
     "links",
     "make_plan",
@@ -56,6 +66,8 @@ __all__ = [
     "sends",
     "sent_by",
     "seq_1f1b",
+    "seq_interleaved",
+    "seq_zero_bubble",
     "simulate",
     "split_layers",
     "taken_by",

@@ -55,16 +55,23 @@ def causal_costs(slices: Sequence[int], *, attention_share: float) -> Callable[[
 
 @dataclass(frozen=True)
 class LinkCost:
-    """A transfer arrives `latency_s` after it left, and keeps its link busy for `occupancy_s(transfer)`."""
+    """A transfer arrives `latency_s` after it left, and keeps its link busy for `occupancy_s(transfer)`.
+
+    bytes_of: a transfer's bytes, as a function, one number for each slice, or one for all.
+    """
 
     latency_s: Seconds = 0
     bytes_per_s: float | None = None  # None: the bytes take no time
-    bytes_of: Callable[[Transfer], float] | float = 0
+    bytes_of: Callable[[Transfer], float] | Sequence[float] | float = 0
 
     def occupancy_s(self, transfer: Transfer) -> Seconds:
         if self.bytes_per_s is None:
             return 0
-        size = self.bytes_of(transfer) if callable(self.bytes_of) else self.bytes_of
+        size = self.bytes_of
+        if callable(size):
+            size = size(transfer)
+        elif isinstance(size, Sequence):
+            size = size[transfer.slice]
         return size / self.bytes_per_s
 
 

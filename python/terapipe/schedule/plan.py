@@ -130,11 +130,13 @@ def make_plan(
     micro_size: int = 1,
     schedule: str = "terapipe",
     warmup_per_hop: int = 1,
+    chunks: int | None = None,
     stages: Sequence[tuple[int, int]] | None = None,
 ) -> Plan:
-    """A checked plan with one stage a rank.
+    """A checked plan.
 
-    slices: token lengths in order, or a number of (nearly) equal slices. stages: layer ranges [first, last), one a
+    slices: token lengths in order, or a number of (nearly) equal slices. chunks: stages a rank in the interleaved
+    schedules (2 if None), one in the others. stages: layer ranges [first, last), stage `chunk * ranks + rank` of each
     rank; as even as possible if None. ValueError, with the values and the remedy, for anything that does not fit.
     """
     for name, value in (("layers", layers), ("ranks", ranks), ("tokens", tokens), ("micros", micros)):
@@ -150,18 +152,19 @@ def make_plan(
             )
     else:
         lengths = equal_slices(tokens, slices)
+    orders = GENERATORS[schedule](
+        ranks, micros, len(lengths), warmup_per_hop=_positive("warmup_per_hop", warmup_per_hop), chunks=chunks
+    )
     if stages is None:
-        stages = split_layers(layers, ranks)
+        stages = split_layers(layers, orders.stages)
     else:
         stages = tuple((first, last) for first, last in stages)
-        if len(stages) != ranks:
-            raise ValueError(f"{len(stages)} stages were given for {ranks} ranks; a rank runs exactly one stage")
+        if len(stages) != orders.stages:
+            a_rank = "one stage" if orders.stages == ranks else f"{orders.stages // ranks} stages"
+            raise ValueError(f"{len(stages)} stages were given for {ranks} ranks; a rank runs exactly {a_rank}")
         _check_stages(stages)
         if stages[-1][1] != layers:
             raise ValueError(f"the stages {_brief(stages)} cover {stages[-1][1]} layers but the model has {layers}")
-    orders = GENERATORS[schedule](
-        ranks, micros, len(lengths), warmup_per_hop=_positive("warmup_per_hop", warmup_per_hop)
-    )
     return Plan(lengths, micros, micro_size, stages, orders)
 
 

@@ -179,18 +179,19 @@ class _LinkNumbers(NamedTuple):
 
 def _link_numbers(schedule: Schedule, flat: _Flat, links: LinkCosts) -> _LinkNumbers:
     prices = [link_price(links, link) for link in flat.links]
-    fixed: list[Seconds | None] = [None] * len(prices)  # for sizes that do not depend on the transfer, once a link
+    known: list[dict[int, Seconds]] = [{} for _ in prices]  # by slice: all that a size may depend on, if no function
     busy: list[Seconds] = [0] * len(flat.actions)
     for index, link in enumerate(flat.link_of):
         if link < 0:
             continue
-        value = fixed[link]
+        action = flat.actions[index]
+        value = known[link].get(action.slice)
         if value is None:
-            transfer = sent_by(schedule, flat.actions[index])
+            transfer = sent_by(schedule, action)
             assert transfer is not None
             value = occupancy(prices[link], transfer)
             if not callable(prices[link].bytes_of):
-                fixed[link] = value
+                known[link][action.slice] = value
         busy[index] = value
     return _LinkNumbers(_numbers(busy), _numbers([price.latency_s for price in prices]))
 

@@ -29,7 +29,7 @@ def test_a_plan_says_everything():
 def test_json_brings_it_back(name, ranks, micros, slices, micro_size):
     slices = slices if GENERATORS[name].takes_slices else 1
     made = make_plan(
-        layers=ranks + 2, ranks=ranks, slices=slices, tokens=11, micros=micros, micro_size=micro_size, schedule=name
+        layers=2 * ranks, ranks=ranks, slices=slices, tokens=11, micros=micros, micro_size=micro_size, schedule=name
     )
     assert Plan.from_json(made.to_json()) == made
     assert Plan.from_json(json.dumps(json.loads(made.to_json()))) == made

@@ -1,0 +1,173 @@
+"""The step that a plan will take with given costs: time, bubble, bytes on every rank. By simulation of its schedule.
+
+An action costs its stage's layers plus the interpreter's overhead; the first backward of a stage also makes the
+gradients. A transfer costs what its link says. To the schedule's makespan come the step's own work: tied gradients,
+the all-reduce over replicas, norm and update, a constant. Memory is weights, gradients, optimizer state and
+accumulators, and at its peak what live slices keep and the K/V caches of micros in flight.
+
+The trap: a micro's caches are held whole from its first slice's forward to that slice's backward, whatever the slices.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from terapipe.planner.analytic import model_flops
+from terapipe.planner.costs import CostModel, StageCosts
+from terapipe.planner.hardware import HARDWARE
+from terapipe.schedule import Action, Bubble, Link, LinkCost, Plan, Simulation, simulate
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many devices share a stage (`tensor`) and a batch (`data`), whether activations are recomputed, and which
+    kind of link joins ranks (None: what the costs say)."""
+
+    data: int = 1
+    tensor: int = 1
+    recompute: bool = False
+    link: str | None = None
+
+
+@dataclass(frozen=True)
+class ActionTimes:
+    """Seconds of every action by stage, kind and slice, and what a stage's first backward takes beside; of transfers
+    by link. What a plan file keeps of the costs."""
+
+    by_kind: Mapping[str, tuple[tuple[float, ...], ...]]  # kind -> [stage][slice]
+    first_gradient: tuple[float, ...]  # [stage]
+    links: Mapping[Link, LinkCost]
+
+    def of(self, plan: Plan) -> list[float]:
+        """Of each of the schedule's actions."""
+        values, begun = [], set()
+        for order in plan.schedule.orders:
+            for stage, kind, _, piece in order:
+                value = self.by_kind[kind][stage][piece]
+                if kind in "BW" and stage not in begun:
+                    begun.add(stage)
+                    value += self.first_gradient[stage]
+                values.append(value)
+        return values
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """See the top of this file. `memory_bytes` by rank. `mfu`: share of the devices' peak spent on the model's own
+    FLOPs, None where the peak is unknown."""
+
+    step_s: float
+    makespan_s: float
+    bubble: Bubble
+    memory_bytes: tuple[float, ...]
+    mfu: float | None
+    simulation: Simulation
+
+    @property
+    def bubble_share(self) -> float:
+        return self.bubble.share
+
+
+def predict(plan: Plan, costs: CostModel, layout: Layout | None = None) -> Prediction:
+    """ValueError when the plan is for another model or needs costs that are not there."""
+    layout = layout or Layout()
+    if plan.layers != costs.num_layers:
+        raise ValueError(
+            f"the plan's stages cover {plan.layers} layers, but the costs are of a model with {costs.num_layers} "
+            f"(embedding and head counted); use costs of the same model."
+        )
+    stages = [costs.stage(first, last) for first, last in plan.stages]
+    times = action_times(plan, costs, stages, layout)
+    simulation = simulate(plan.schedule, times.of(plan), links=times.links)
+    step_s = simulation.makespan + beside(plan, costs, stages, layout)
+    flops = model_flops(costs.model, tokens=plan.tokens, sequences=plan.micros * plan.micro_size * layout.data)
+    peak = HARDWARE[costs.hardware].peak_flops if costs.hardware in HARDWARE else None
+    devices = plan.ranks * layout.data * layout.tensor
+    return Prediction(
+        step_s=step_s,
+        makespan_s=simulation.makespan,
+        bubble=simulation.bubble,
+        memory_bytes=memory(plan, stages, simulation, layout),
+        mfu=None if peak is None else flops / (step_s * devices * float(peak)),
+        simulation=simulation,
+    )
+
+
+def action_times(plan: Plan, costs: CostModel, stages: list[StageCosts], layout: Layout) -> ActionTimes:
+    """What the simulator takes, from costs. Stages of the same layers are computed once."""
+    slices = list(zip(plan.slices, plan.slice_starts, strict=True))
+    overhead, again = costs.overheads, int(layout.recompute)
+    known: dict[tuple, dict[str, tuple[float, ...]]] = {}
+    tables = []
+    for stage in stages:
+        key = tuple((id(layer), count) for layer, count in stage.layers)
+        if key not in known:
+            size = plan.micro_size
+            forward = [stage.forward(size, length, start) for length, start in slices]
+            inputs = [stage.input_grad(size, length, start) for length, start in slices]
+            weights = [stage.weight_grad(size, length, start) for length, start in slices]
+            inputs = [i + again * f for i, f in zip(inputs, forward, strict=True)]
+            rows = {"F": forward, "I": inputs, "W": weights, "B": [i + w for i, w in zip(inputs, weights, strict=True)]}
+            known[key] = {kind: tuple(value + overhead.action_s for value in row) for kind, row in rows.items()}
+        tables.append(known[key])
+    return ActionTimes(
+        {kind: tuple(table[kind] for table in tables) for kind in "FIWB"},
+        tuple(stage.parameters * overhead.first_gradient_s for stage in stages),
+        _links(plan, costs, layout),
+    )
+
+
+def _links(plan: Plan, costs: CostModel, layout: Layout) -> dict[Link, LinkCost]:
+    size = tuple(float(costs.hand_off_bytes(plan.micro_size, length)) for length in plan.slices)
+    ranks = [plan.schedule.stage_rank(stage) for stage in range(len(plan.stages))]
+    found: dict[Link, LinkCost] = {}
+    for here, there in itertools.pairwise(ranks):
+        if here != there:
+            model = costs.link(costs.link_kind(here, there, layout.link))
+            cost = LinkCost(model.latency_s, model.bytes_per_s, size)
+            found |= {Link(here, there, "F"): cost, Link(there, here, "B"): cost}
+    return found
+
+
+def beside(plan: Plan, costs: CostModel, stages: list[StageCosts], layout: Layout) -> float:
+    """Seconds of a step that are not in the schedule."""
+    overhead = costs.overheads
+    by_rank = [sum(stages[s].parameters for s in plan.schedule.rank_stages(rank)) for rank in range(plan.ranks)]
+    seconds = overhead.step_s + overhead.parameter_s * max(by_rank)
+    ends = plan.schedule.stage_rank(0), plan.schedule.stage_rank(len(stages) - 1)
+    if costs.model.tied_embeddings and ends[0] != ends[1]:  # each end sends its fp32 gradient to the other
+        link = costs.link(costs.link_kind(*ends, layout.link))
+        gradient = costs.model.vocab * costs.model.hidden * 4 / costs.tensor
+        seconds += 2 * (link.latency_s + gradient / link.bytes_per_s)
+    if layout.data > 1:  # a ring over the replicas, which are laid out after tensor and pipe: all gradients, twice
+        kind = costs.link_kind(0, plan.ranks * (layout.data - 1), layout.link)
+        link = costs.link(kind)
+        # "inter" is what all devices of a stage have together; here each of them reduces its own part.
+        rate = link.bytes_per_s / (costs.tensor if kind == "inter" else 1)
+        parts = 2 * (layout.data - 1)
+        seconds += parts * (link.latency_s + max(by_rank) * 4 / layout.data / rate)
+    return seconds
+
+
+def memory(plan: Plan, stages: list[StageCosts], simulation: Simulation, layout: Layout) -> tuple[float, ...]:
+    """Peak bytes of every rank."""
+    size, tokens = plan.micro_size, plan.tokens
+    held = [
+        [
+            stage.saved_bytes(size, length, recompute=layout.recompute)
+            + (stage.cache_bytes(size, tokens) if piece == 0 else 0.0)
+            for piece, length in enumerate(plan.slices)
+        ]
+        for stage in stages
+    ]
+
+    def size_of(action: Action) -> float:
+        return held[action.stage][action.slice]
+
+    fixed = [stage.fixed_bytes(size, tokens, recompute=layout.recompute) for stage in stages]
+    return tuple(
+        sum(fixed[stage] for stage in plan.schedule.rank_stages(rank)) + simulation.peak_live(rank, size_of)
+        for rank in range(plan.ranks)
+    )
