@@ -59,6 +59,13 @@ template <class Element> TPK_INLINE void store_some(Element* p, Vec v, int64_t c
   std::memcpy(p, padded, count * sizeof(Element));
 }
 
+// visit(column, lanes) for each vector of a row; inlined twice, so that only the last one is ever partial.
+template <class Visit> TPK_INLINE void each_column(int64_t dim, Visit&& visit) {
+  int64_t c = 0;
+  for (; c + vec_lanes <= dim; c += vec_lanes) visit(c, vec_lanes);
+  if (c < dim) visit(c, dim - c);
+}
+
 // Sum of the lanes, always in the same order.
 TPK_INLINE float sum_lanes(Vec v) {
   float lane[vec_lanes];

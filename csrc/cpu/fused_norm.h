@@ -18,12 +18,6 @@ template <class Term> TPK_INLINE float sum_columns(int64_t dim, Term&& term) {
   return sum_lanes((chain[0] + chain[1]) + (chain[2] + chain[3]));
 }
 
-template <class Visit> TPK_INLINE void each_column(int64_t dim, Visit&& visit) {
-  int64_t c = 0;
-  for (; c + vec_lanes <= dim; c += vec_lanes) visit(c, vec_lanes);
-  if (c < dim) visit(c, dim - c);
-}
-
 // The first `lanes` lanes of v, zero in the rest.
 TPK_INLINE Vec keep_lanes(Vec v, int64_t lanes) {
   if (lanes >= vec_lanes) return v;

@@ -13,11 +13,10 @@ itself it reuses freely.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from terapipe.models.linear import Linear, owned_gradient, weight_gradient
 from tpkernels import fused
@@ -55,11 +54,9 @@ def norm_linears(
 
     Those are [batch, tokens, out], with head_dim [batch, tokens, heads, head_dim]. turns, complex [batch or 1, tokens,
     1, head_dim / 2], turn the first two (q and k)."""
-    if _one_node(hidden, norm, *linears):
-        weights = [parameter for linear in linears for parameter in (linear.weight, linear.bias)]
-        outputs: tuple[Tensor, ...] = _NormLinears.apply(
-            hidden, norm.weight, norm.bias, _Normed(norm.eps, norm.rms), head_dim, turns, *weights
-        )
+    parameters = _parameters(hidden, norm, *linears)
+    if parameters is not None:
+        outputs: tuple[Tensor, ...] = _NormLinears.run(hidden, (norm.eps, norm.rms), head_dim, turns, *parameters)
         return outputs
     normed = norm(hidden)
     outs = [linear(normed) for linear in linears]
@@ -72,42 +69,37 @@ def norm_linears(
 
 def add_linear(residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
     """residual + linear(x); x [batch, tokens, ...] is flattened behind its tokens."""
-    if _one_node(x, linear) and type(residual) is Tensor and residual.dtype == x.dtype:
-        out: Tensor = _AddLinear.apply(residual, x, linear.weight, linear.bias)
+    parameters = _parameters(x, linear)
+    if parameters is not None and type(residual) is Tensor and residual.dtype == x.dtype:
+        out: Tensor = _AddLinear.run(residual, x, *parameters)
         return out
     return residual + linear(x.flatten(2))
 
 
 def mlp(hidden: Tensor, norm: Norm, gate: Linear | None, up: Linear, down: Linear) -> Tensor:
     """hidden + down(silu(gate(norm)) * up(norm)) of its norm; without gate hidden + down(gelu_tanh(up(norm)))."""
-    modules = [module for module in (norm, gate, up, down) if module is not None]
-    if _one_node(hidden, *modules):
-        into = [up] if gate is None else [gate, up]
-        weights = [parameter for linear in (*into, down) for parameter in (linear.weight, linear.bias)]
-        out: Tensor = _Mlp.apply(hidden, norm.weight, norm.bias, _Normed(norm.eps, norm.rms), *weights)
+    parameters = _parameters(hidden, norm, gate, up, down)
+    if parameters is not None:
+        out: Tensor = _Mlp.run(hidden, (norm.eps, norm.rms), *parameters)
         return out
     normed = norm(hidden)
     return hidden + down(fused.gelu_tanh(up(normed)) if gate is None else fused.swiglu(gate(normed), up(normed)))
 
 
-class _Normed(NamedTuple):
-    eps: float
-    rms: bool
-
-
-def _one_node(hidden: Tensor, *modules: Any) -> bool:
-    """Whether the piece may run as one autograd.Function: plain eager CPU tensors, and modules whose own forward nobody
-    replaced or watches."""
+def _parameters(hidden: Tensor, *modules: nn.Module | None) -> list[Any] | None:
+    """Weight and bias of each module, if the piece may run as one autograd.Function: plain eager CPU tensors of one
+    dtype, and modules whose own forward nobody replaced or watches."""
     if not hidden.is_cpu or hidden.dim() < 3:
-        return False
-    tensors = [hidden]
+        return None
+    found: list[Any] = []
     for module in modules:
+        if module is None:
+            continue
         if type(module) not in (Norm, Linear) or _hooked(module):
-            return False
-        tensors.append(module.weight)
-        if module.bias is not None:
-            tensors.append(module.bias)
-    return fused.eager(*tensors)
+            return None
+        held = module._parameters
+        found += (held["weight"], held.get("bias"))
+    return found if fused.eager(hidden, *found) else None
 
 
 def _hooked(module: nn.Module) -> bool:
@@ -116,22 +108,38 @@ def _hooked(module: nn.Module) -> bool:
     )
 
 
-class _NormLinears(torch.autograd.Function):
-    """(hidden, norm's weight and bias, settings, then weight and bias of each linear) -> (hidden, *outputs)."""
+class _Piece(torch.autograd.Function):
+    """What the pieces share. `run` is `apply` without its look for functorch, which `fused.eager` has done."""
+
+    @classmethod
+    def run(cls, *inputs: Any) -> Any:
+        return super(torch.autograd.Function, cls).apply(*inputs)  # type: ignore[misc]
+
+    @staticmethod
+    def refuse_second_derivative() -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "terapipe.models: second derivatives are not supported (prefix_attention has none either); leave "
+                "create_graph=True out"
+            )
+
+
+class _NormLinears(_Piece):
+    """(hidden, (eps, rms), head_dim, turns, weight and bias of the norm and each linear) -> (hidden, *outputs)."""
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
-        norm_weight: Tensor,
-        norm_bias: Tensor | None,
-        settings: _Normed,
+        settings: tuple[float, bool],
         head_dim: int | None,
         turns: Tensor | None,
+        norm_weight: Tensor,
+        norm_bias: Tensor | None,
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         x = as_rows(hidden)
-        values = fused.norm_forward(x, norm_weight, norm_bias, eps=settings.eps, rms=settings.rms)
+        values = fused.norm_forward(x, norm_weight, norm_bias, eps=settings[0], rms=settings[1])
         outs = [_linear(values.out, weight, bias) for weight, bias in _pairs(parameters)]
         if turns is not None:
             assert head_dim is not None
@@ -145,8 +153,8 @@ class _NormLinears(torch.autograd.Function):
         return (hidden, *(out.view(shape) for out in outs))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dhidden: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        _Piece.refuse_second_derivative()
         x, normed, mean, rstd, norm_weight, norm_bias, *parameters = ctx.saved_tensors
         needs = ctx.needs_input_grad
         of_normed: Tensor | None = None
@@ -160,11 +168,11 @@ class _NormLinears(torch.autograd.Function):
                 dout = fused.rotate(dout, ctx.turns, head_dim=ctx.head_dim, inverse=True)
             of_parameters += _parameter_gradients(dout, normed, weight, needs[6 + 2 * index : 8 + 2 * index])
             of_normed = torch.mm(dout, weight) if of_normed is None else of_normed.addmm_(dout, weight)
-        dx, *of_norm = _through_norm(of_normed, x, norm_weight, norm_bias, mean, rstd, dhidden, needs)
-        return (None if dx is None else dx.view(ctx.shape), *of_norm, None, None, None, *of_parameters)
+        dx, *of_norm = _through_norm(of_normed, x, norm_weight, norm_bias, mean, rstd, dhidden, needs[4:6])
+        return (None if dx is None else dx.view(ctx.shape), None, None, None, *of_norm, *of_parameters)
 
 
-class _AddLinear(torch.autograd.Function):
+class _AddLinear(_Piece):
     @staticmethod
     def forward(ctx: Any, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows = x.reshape(-1, weight.shape[1])
@@ -173,8 +181,8 @@ class _AddLinear(torch.autograd.Function):
         return _add_linear(as_rows(residual), rows, weight, bias).view(residual.shape)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        _Piece.refuse_second_derivative()
         x, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad
         rows = as_rows(dout)
@@ -182,20 +190,20 @@ class _AddLinear(torch.autograd.Function):
         return (dout if needs[0] else None, of_x, *_parameter_gradients(rows, x, weight, needs[2:]))
 
 
-class _Mlp(torch.autograd.Function):
-    """(hidden, norm's weight and bias, settings, then weight and bias of gate, up and down, or of up and down)."""
+class _Mlp(_Piece):
+    """(hidden, (eps, rms), weight and bias of the norm, of gate, if there is one, of up and of down)."""
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
+        settings: tuple[float, bool],
         norm_weight: Tensor,
         norm_bias: Tensor | None,
-        settings: _Normed,
         *parameters: Tensor | None,
     ) -> Tensor:
         x = as_rows(hidden)
-        values = fused.norm_forward(x, norm_weight, norm_bias, eps=settings.eps, rms=settings.rms)
+        values = fused.norm_forward(x, norm_weight, norm_bias, eps=settings[0], rms=settings[1])
         *into, (down, down_bias) = _pairs(parameters)
         inner = [_linear(values.out, weight, bias) for weight, bias in into]
         gate, up = _gate_and_up(inner)
@@ -205,8 +213,8 @@ class _Mlp(torch.autograd.Function):
         return _add_linear(x, active, down, down_bias).view(hidden.shape)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dhidden: Tensor) -> tuple[Tensor | None, ...]:
+        _Piece.refuse_second_derivative()
         x, normed, mean, rstd, norm_weight, norm_bias, *rest = ctx.saved_tensors
         inner, (*into, (down, _)) = rest[: ctx.linears], _pairs(rest[ctx.linears :])
         needs = ctx.needs_input_grad
@@ -222,8 +230,8 @@ class _Mlp(torch.autograd.Function):
         for index, (gradient, (weight, _)) in enumerate(zip(of_inner, into, strict=True)):
             of_parameters += _parameter_gradients(gradient, normed, weight, needs[4 + 2 * index : 6 + 2 * index])
         of_parameters += _parameter_gradients(dout, found.out, down, needs[-2:])
-        dx, *of_norm = _through_norm(of_normed, x, norm_weight, norm_bias, mean, rstd, dhidden, needs)
-        return (None if dx is None else dx.view(dhidden.shape), *of_norm, None, *of_parameters)
+        dx, *of_norm = _through_norm(of_normed, x, norm_weight, norm_bias, mean, rstd, dhidden, needs[2:4])
+        return (None if dx is None else dx.view(dhidden.shape), None, *of_norm, *of_parameters)
 
 
 def _pairs(parameters: Sequence[Any]) -> list[tuple[Any, Any]]:
@@ -268,14 +276,13 @@ def _through_norm(
     if dout is None:
         return dresidual, None, None
     beside = None if dresidual is None else as_rows(dresidual)
-    of_weight, of_bias = (
-        owned_gradient(parameter) if want else None for parameter, want in ((weight, wanted[1]), (bias, wanted[2]))
-    )
+    of_weight = owned_gradient(weight) if wanted[0] else None
+    of_bias = owned_gradient(bias) if wanted[1] else None
     found = fused.norm_backward(
         dout, x, weight, mean, rstd, dresidual=beside, dx=dout, dweight=of_weight, dbias=of_bias
     )
     return (
         found.dx,
-        found.dweight if wanted[1] and of_weight is None else None,
-        found.dbias if wanted[2] and of_bias is None else None,
+        found.dweight if wanted[0] and of_weight is None else None,
+        found.dbias if wanted[1] and of_bias is None else None,
     )
