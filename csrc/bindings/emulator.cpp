@@ -35,7 +35,7 @@ py::dict take_report() {
   }
   py::dict result;
   result["findings"] = findings, result["findings_left_out"] = report.findings_left_out;
-  result["banks"] = banks, result["operations"] = report.operations;
+  result["banks"] = banks, result["operations"] = report.operations, result["blocks"] = report.blocks;
   return result;
 }
 
@@ -49,6 +49,12 @@ PYBIND11_MODULE(tpk_emulator, m) {
   m.def(
       "configure", [](uint32_t host_threads, bool backwards) { session().host_threads = host_threads, session().backwards = backwards; },
       py::arg("host_threads"), py::arg("backwards"));
+  m.def(
+      "set_device",
+      [](int capability, int multiprocessors, int shared_bytes) {
+        session().device = {capability, multiprocessors, shared_bytes, int64_t{40} << 20};
+      },
+      py::arg("capability"), py::arg("multiprocessors"), py::arg("shared_bytes"));
   m.def("take_report", &take_report);
   m.def("test_kernel_names", &test_kernel_names);
   m.def(

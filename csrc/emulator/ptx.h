@@ -116,6 +116,8 @@ template <> __forceinline__ void mma_m16n8k16<fp16>(float (&d)[4], const uint32_
   d[0] = sum.f[0], d[1] = sum.f[1], d[2] = sum.f[2], d[3] = sum.f[3];
 }
 
+__forceinline__ uint32_t afresh(uint32_t x) { return x; }
+
 __forceinline__ void barrier_sync(int id, int threads) { emulator::barrier_sync(id, threads); }
 
 } // namespace ptx

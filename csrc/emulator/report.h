@@ -30,6 +30,7 @@ struct Report {
   uint64_t findings_left_out = 0;
   std::map<Pc, BankCounts> banks;
   std::map<std::string, uint64_t> operations; // warp-wide instructions and barriers executed
+  std::map<std::string, uint64_t> blocks;     // that ran, of each kernel
 };
 
 // Source line of an instruction, and of the calls it was inlined into, innermost first: "csrc/cuda/a.cuh:12 < csrc/cuda/b.cuh:80".

@@ -1,6 +1,8 @@
 // emulator/session.cpp: the blocks of a grid, over host threads.
 #include "emulator/session.h"
 
+#include "cuda/attention.h"
+
 #include <algorithm>
 #include <atomic>
 #include <thread>
@@ -51,9 +53,17 @@ void Session::run(const Launch& launch) {
   for (uint32_t worker = 1; worker < workers; ++worker) helpers.emplace_back(work, worker);
   work(0);
   for (std::thread& helper : helpers) helper.join();
+  report_.blocks[launch.kernel] += launch.grid;
   for (Report& report : reports) merge(report_, std::move(report));
 }
 
 Report Session::take_report() { return std::exchange(report_, Report{}); }
 
 } // namespace tpk::emulator
+
+namespace tpk::cuda {
+
+int device_count() { return 1; }
+DeviceLimits limits_of(int) { return emulator::session().device; }
+
+} // namespace tpk::cuda

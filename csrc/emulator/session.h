@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "emulator/block.h"
+#include "tpk/device_limits.h"
 
 namespace tpk::emulator {
 
@@ -15,6 +16,7 @@ class Session {
  public:
   Tensors tensors;
   uint32_t host_threads = 1;
+  DeviceLimits device;    // that the launchers believe they have
   bool backwards = false; // threads and blocks run in the reverse order, which must not change results
 
   void run(const Launch& launch);

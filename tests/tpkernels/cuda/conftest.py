@@ -6,30 +6,40 @@ build/emulator and takes seconds when nothing changed.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import fcntl
+import functools
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+import torch
 from torch import Tensor
+
+from tpkernels import backends, cuda
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What was found. findings: kind, kernel, block, threads, text, count; banks: place, accesses, phases, turns."""
+    """What was found. findings: kind, kernel, block, threads, text, count; banks: place, accesses, phases, turns.
+
+    operations: warp-wide instructions and barriers; blocks: of each kernel.
+    """
 
     findings: list[dict[str, Any]]
     banks: list[dict[str, Any]]
     operations: dict[str, int]
+    blocks: dict[str, int]
 
     def __str__(self) -> str:
         return "\n".join(finding["text"] for finding in self.findings) or "no findings"
@@ -70,7 +80,7 @@ class Emulator:
         """What was found since the last report."""
         found = self.module.take_report()
         assert found["findings_left_out"] == 0, found["findings"]
-        return Report(found["findings"], found["banks"], found["operations"])
+        return Report(found["findings"], found["banks"], found["operations"], found["blocks"])
 
     def run(
         self,
@@ -91,6 +101,69 @@ class Emulator:
         addresses += [0] * (4 - len(addresses))
         self.module.run_test_kernel(kernel, grid, threads, shared_bytes, addresses, [*sizes, *[0] * (4 - len(sizes))])
         return self.report()
+
+
+class EmulatedExtension:
+    """tpkernels._cuda with the kernels in the emulator: each call may touch its own tensors only, and must be clean."""
+
+    # Sizes of each argument: batch, tokens, keys, query heads, KV heads, head_dim, value head_dim.
+    SHAPES: ClassVar[dict[str, tuple[int, int, int, int]]] = {
+        **dict.fromkeys(("q", "dq"), (0, 1, 3, 5)),
+        **dict.fromkeys(("k", "dk"), (0, 2, 4, 5)),
+        **dict.fromkeys(("v", "dv"), (0, 2, 4, 6)),
+        **dict.fromkeys(("out", "dout"), (0, 1, 3, 6)),
+    }
+
+    def __init__(self, emulator: Emulator, module: ModuleType):
+        self.emulator, self.module = emulator, module
+        self.banks: dict[str, tuple[int, int]] = {}  # source line: phases and turns of its shared memory accesses
+        self.operations: collections.Counter[str] = collections.Counter()
+        self.blocks: collections.Counter[str] = collections.Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    def attention_forward(self, **call: Any) -> None:
+        """As tpkernels._cuda's."""
+        self._run(self.module.attention_forward, call, writes=("out", "lse"))
+
+    def attention_backward(self, **call: Any) -> None:
+        """As tpkernels._cuda's."""
+        self._run(self.module.attention_backward, call, writes=("dq", "dk", "dv", "dsinks"))
+
+    def _run(self, function: Callable[..., None], call: dict[str, Any], writes: tuple[str, ...]) -> None:
+        register, sizes = self.emulator.module.register_tensor, call["sizes"]
+        self.emulator.module.clear_tensors()
+        for name, axes in self.SHAPES.items():
+            if name in call:
+                address, *strides = call[name]
+                item_bytes = 4 if name in ("dk", "dv") else 2
+                register(name, address, item_bytes, [sizes[axis] for axis in axes], [*strides, 1], name in writes)
+        batch, tokens, heads = sizes[0], sizes[1], sizes[3]
+        register("lse", call["lse"], 4, [batch, heads, tokens], [heads * tokens, tokens, 1], "lse" in writes)
+        for name in ("sinks", "dsinks"):
+            if call.get(name):
+                register(name, call[name], 4, [heads], [1], name in writes)
+        starts, batch_stride = call["mask"][4:]
+        if starts:
+            register("document_starts", starts, 4, [batch, tokens], [batch_stride, 1], False)
+        allocate = call.pop("allocate")
+        memory = []
+
+        def workspace(size_bytes: int) -> int:
+            memory.append(torch.full((size_bytes,), 255, dtype=torch.uint8))  # NaN until it is written
+            register("workspace", memory[-1].data_ptr(), 1, [size_bytes], [1], True)
+            allocate(size_bytes)
+            return memory[-1].data_ptr()
+
+        function(allocate=workspace, **call)
+        report = self.emulator.report()
+        assert not report.findings, f"\n{report}"
+        for row in report.banks:
+            phases, turns = self.banks.get(row["place"], (0, 0))
+            self.banks[row["place"]] = (phases + row["phases"], turns + row["turns"])
+        self.operations.update(report.operations)
+        self.blocks.update(report.blocks)
 
 
 def build() -> Path:
@@ -116,17 +189,36 @@ def build() -> Path:
     return module
 
 
-@pytest.fixture(scope="session")
-def emulator_module() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tpk_emulator", build())
+def load(name: str, path: Path) -> ModuleType:
+    """One of the two modules in the file."""
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
+@pytest.fixture(scope="session")
+def emulator_file() -> Path:
+    return build()
+
+
 @pytest.fixture
-def emulator(emulator_module: ModuleType) -> Emulator:
-    machine = Emulator(emulator_module)
+def emulator(emulator_file: Path) -> Emulator:
+    machine = Emulator(load("tpk_emulator", emulator_file))
     machine.clear()
     return machine
+
+
+@pytest.fixture
+def extension(emulator: Emulator, emulator_file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedExtension]:
+    """The backend `cuda` runs CPU tensors in the emulator, as one GPU with 8 multiprocessors of sm_80."""
+    emulated = EmulatedExtension(emulator, load("tpk_cuda_emulated", emulator_file))
+    emulator.module.set_device(80, 8, 163 * 1024)
+    emulator.configure(host_threads=min(2, os.cpu_count() or 1))
+    monkeypatch.setattr(cuda, "CudaBackend", functools.partial(cuda.CudaBackend, emulated, "cpu"))
+    backends._load.cache_clear()
+    backends._select.cache_clear()
+    yield emulated
+    backends._load.cache_clear()
+    backends._select.cache_clear()
