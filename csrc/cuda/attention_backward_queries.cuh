@@ -94,12 +94,13 @@ template <class Tile> struct QueryBlock {
     const int group = int(shape.query_heads / shape.kv_heads), rows_end = int(shape.tokens) * group;
     const int first_row = place.row_tile * Tile::rows;
     const int count = rows_end - first_row < Tile::rows ? rows_end - first_row : Tile::rows;
-    if (threadIdx.x < Tile::rows) {
+    const int thread = threadIdx.x;
+    if (thread < Tile::rows) {
       const int64_t head = int64_t(place.batch) * shape.kv_heads + place.kv_head;
       // Rows past the last: zeros, whose key interval is empty.
-      ptx::cp_async_16(shared + Tile::rows_at + threadIdx.x * 16,
-                       task.packed_rows + head * task.head_places() + task.shift + first_row + (threadIdx.x < count ? threadIdx.x : 0),
-                       threadIdx.x < count);
+      ptx::cp_async_16(shared + Tile::rows_at + thread * 16,
+                       task.packed_rows + head * task.head_places() + task.shift + first_row + (thread < count ? thread : 0),
+                       thread < count);
     }
     load_packed_rows<Element, head_dim, Tile::rows, Tile::threads>(shared + Tile::q_at, task.call.q, place.batch, place.kv_head, group,
                                                                    first_row, 0, rows_end);

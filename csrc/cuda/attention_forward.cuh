@@ -97,10 +97,14 @@ template <class Tile> struct ForwardBlock {
     const TilePlace place = task.order.of(index);
     const int group = int(shape.query_heads / shape.kv_heads), rows_end = int(shape.tokens) * group;
     const int first_row = place.row_tile * Tile::rows;
-    static_assert(Tile::rows == Tile::threads);
     __syncthreads(); // the tile before may still read what is written now
     if (threadIdx.x == 0) *kept = place;
-    intervals[threadIdx.x] = interval_of(task.call.mask, place.batch, first_row + threadIdx.x, rows_end, group);
+    if (const int pair = threadIdx.x * 2; pair < Tile::rows) {
+      const RowInterval even = interval_of(task.call.mask, place.batch, first_row + pair, rows_end, group);
+      const RowInterval odd = interval_of(task.call.mask, place.batch, first_row + pair + 1, rows_end, group);
+      ptx::store_shared_16(shared + Tile::intervals_at + pair * 8,
+                           make_uint4(uint32_t(even.lo), uint32_t(even.hi), uint32_t(odd.lo), uint32_t(odd.hi)));
+    }
     __syncthreads();
     const int last_row = (rows_end - first_row < Tile::rows ? rows_end - first_row : Tile::rows) - 1;
     KeyTiles tiles = KeyTiles::of(intervals[0], intervals[last_row], Tile::keys);

@@ -9,7 +9,7 @@
 namespace tpk {
 
 // Key interval of a row, 32 bits: a launcher refuses more than 2^30 keys.
-struct RowInterval {
+struct alignas(8) RowInterval {
   int32_t lo, hi;
   TPK_DEVICE bool sees(int key) const { return key >= lo && key < hi; }
 };

@@ -56,8 +56,9 @@ struct RunningRow {
     for (int j = 0; j < columns; ++j) now = fmaxf(now, fmaxf(s[j][first], s[j][first + 1]));
     now = quad_max(now);
     // Of a row that has seen no key yet, -inf less -inf must not become NaN.
-    const float shift = now == -infinity ? 0.0f : now * multiplier;
-    const float fade = ptx::exp2_approx(fmaf(largest, multiplier, -shift));
+    const float base = now == -infinity ? 0.0f : now, shift = base * multiplier;
+    // Exactly 1 where the maximum stays: how many masked tiles follow a row's last key depends on the rows beside it.
+    const float fade = ptx::exp2_approx((largest - base) * multiplier);
     float sum = 0;
 #pragma unroll
     for (int j = 0; j < columns; ++j) {
