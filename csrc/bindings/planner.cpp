@@ -10,6 +10,7 @@
 #include "planner/cost_table.h"
 #include "planner/simulator.h"
 #include "planner/slicing.h"
+#include "planner/slots.h"
 
 namespace py = pybind11;
 namespace planner = terapipe::planner;
@@ -187,6 +188,7 @@ void bind_simulator(py::module_& m) {
       .def(py::init(&flat_schedule), py::kw_only(), py::arg("stages"), py::arg("kinds"), py::arg("micros"), py::arg("slices"),
            py::arg("rank_lengths"))
       .def_property_readonly("regular", &planner::FlatSchedule::regular)
+      .def_property_readonly("ranks", &planner::FlatSchedule::ranks)
       .def_property_readonly("links",
                              [](const planner::FlatSchedule& schedule) {
                                py::list links;
@@ -195,6 +197,13 @@ void bind_simulator(py::module_& m) {
                                return links;
                              })
       .def_property_readonly("link_of", &planner::FlatSchedule::link_of);
+  py::class_<planner::SlotColours>(m, "SlotColours")
+      .def_readonly("slot", &planner::SlotColours::slot)
+      .def_readonly("counts", &planner::SlotColours::counts);
+  m.def("sound", &planner::sound, py::arg("schedule"), py::call_guard<py::gil_scoped_release>());
+  m.def("finished_before_puts", &planner::finished_before_puts, py::arg("schedule"), py::call_guard<py::gil_scoped_release>());
+  m.def("colour_slots", &planner::colour_slots, py::arg("schedule"), py::arg("finished"), py::kw_only(), py::arg("resident"),
+        py::arg("at_most"), py::call_guard<py::gil_scoped_release>());
   py::class_<planner::PutGates>(m, "PutGates")
       .def(py::init(&put_gates), py::arg("schedule"), py::kw_only(), py::arg("slot"), py::arg("slots"), py::arg("resident"));
   bind_times<int64_t>(m, "WholeTimes", "simulate_whole");

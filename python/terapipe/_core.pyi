@@ -49,9 +49,19 @@ class FlatSchedule:
     def regular(self) -> bool:
         """Each action once, no stage missing or on two ranks, not too sparse: what `simulate_*` takes."""
     @property
+    def ranks(self) -> int: ...
+    @property
     def links(self) -> list[tuple[int, int, str]]: ...
     @property
     def link_of(self) -> list[int]: ...  # that an action puts on, or -1
+
+class SlotColours:
+    slot: list[int]  # of what each action puts, or -1
+    counts: list[int]  # of each link
+
+def sound(schedule: FlatSchedule) -> bool: ...
+def finished_before_puts(schedule: FlatSchedule) -> list[int]: ...  # empty if the ranks wait for each other
+def colour_slots(schedule: FlatSchedule, finished: Sequence[int], *, resident: bool, at_most: int) -> SlotColours: ...
 
 class PutGates:
     """Which action must have been left before each put."""

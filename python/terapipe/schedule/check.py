@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from terapipe.schedule.action import FORWARD, KIND_NAMES, KINDS, WEIGHT_GRAD, Action
+from terapipe.schedule.flat import core, flat_schedule
 from terapipe.schedule.grid import ScheduleError, schedule_error
 from terapipe.schedule.schedule import Place, Schedule
+from terapipe.schedule.simulate import runs_to_its_end
 from terapipe.schedule.slots import SlotAssignment, assign_slots, releasing_action
 from terapipe.schedule.transfers import (
     Link,
@@ -31,10 +33,18 @@ __all__ = ["ScheduleError", "check"]
 
 def check(schedule: Schedule, slots: SlotAssignment | None = None) -> None:
     """ScheduleError unless `schedule` can run with `slots` (those that `assign_slots` gives if None)."""
+    if _sound(schedule) and runs_to_its_end(schedule, slots):
+        return
     for rule in (_indices, _one_rank_per_stage, _each_action_once, _order_on_a_stage, _order_on_links):
         rule(schedule)
     _no_cycle(schedule, None)
     _no_cycle(schedule, assign_slots(schedule) if slots is None else slots)
+
+
+def _sound(schedule: Schedule) -> bool:
+    """Whether the C++ core finds every rule kept that does not concern slots; False also where it cannot tell."""
+    flat = flat_schedule(schedule)
+    return flat is not None and core.sound(flat.core)
 
 
 def _places(schedule: Schedule) -> Iterator[tuple[Place, Action]]:

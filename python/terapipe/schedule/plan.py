@@ -168,6 +168,22 @@ def make_plan(
     return Plan(lengths, micros, micro_size, stages, orders)
 
 
+def unchecked_plan(
+    slices: tuple[int, ...],
+    micros: int,
+    micro_size: int,
+    stages: tuple[tuple[int, int], ...],
+    schedule: Schedule,
+) -> Plan:
+    """A plan without the checks, which take longer than simulating it: for a search over schedules of the generators,
+    whose tests have checked them. Never execute one."""
+    plan = object.__new__(Plan)
+    fields = {"slices": slices, "micros": micros, "micro_size": micro_size, "stages": stages, "schedule": schedule}
+    for name, value in fields.items():
+        object.__setattr__(plan, name, value)
+    return plan
+
+
 def equal_slices(tokens: int, count: int) -> tuple[int, ...]:
     """`count` lengths that sum to `tokens` and differ by at most one, the longer ones first."""
     _positive("tokens", tokens)

@@ -11,25 +11,19 @@ which flatters schedules that run far ahead.
 from __future__ import annotations
 
 import math
-import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from terapipe.schedule.action import KINDS, Action
 from terapipe.schedule.costs import Costs, LinkCosts, Seconds
+from terapipe.schedule.flat import Flat, Kept, core, flat_schedule
 from terapipe.schedule.prices import action_costs, link_price, mean_costs, occupancy
 from terapipe.schedule.schedule import Schedule
 from terapipe.schedule.simulate_reference import simulate_reference
 from terapipe.schedule.simulation import Bubble, Flight, LiveSlices, Simulation
 from terapipe.schedule.slots import SlotAssignment
 from terapipe.schedule.transfers import Link, sent_by
-
-try:
-    from terapipe import _core
-except ImportError:  # a checkout that was not built: the twin gives the same numbers
-    _core = None  # type: ignore[assignment]
 
 __all__ = ["Bubble", "Flight", "LiveSlices", "Simulation", "simulate", "simulate_reference"]
 
@@ -51,61 +45,31 @@ def simulate(
     None). ScheduleError when it deadlocks.
     """
     values = action_costs(schedule, costs)
-    flat: _Flat | None = _FLAT.get(schedule, lambda: _flatten(schedule))
+    flat = flat_schedule(schedule)
     found = None if flat is None else _simulate_flat(schedule, flat, values, links, slots)
     return found if found is not None else simulate_reference(schedule, values, links=links, slots=slots)
 
 
-class _Kept:
-    """What was made from an object, by its identity, as long as it lives. (Not in the object, which must pickle.)"""
-
-    def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref[Any], Any]] = {}
-
-    def get(self, owner: Any, make: Callable[[], Any]) -> Any:
-        key = id(owner)
-        if key not in self._entries:
-            self._entries[key] = (weakref.ref(owner, lambda _: self._entries.pop(key, None)), make())
-        return self._entries[key][1]
+_GATES = Kept()
 
 
-_FLAT, _GATES = _Kept(), _Kept()
+def runs_to_its_end(schedule: Schedule, slots: SlotAssignment | None = None) -> bool:
+    """Whether no rank waits for ever, whatever the times; False also where the C++ core cannot tell."""
+    flat = flat_schedule(schedule)
+    gates = None if flat is None or slots is None else _kept_gates(flat, slots)
+    if flat is None or (slots is not None and gates is None):
+        return False
+    free = array(WHOLE, bytes(8 * len(flat.actions)))
+    finished: bool = core.simulate_whole(flat.core, costs=free, gates=gates).finished
+    return finished
 
 
-class _Flat(NamedTuple):
-    """A schedule as the core takes it."""
-
-    core: Any
-    actions: tuple[Action, ...]
-    kinds: tuple[str, ...]
-    links: tuple[Link, ...]
-    link_of: list[int]  # that each action puts on, or -1
+def _kept_gates(flat: Flat, slots: SlotAssignment) -> Any:
+    of, gates = _GATES.get(slots, lambda: (flat, _gates(flat, slots)))
+    return gates if of is flat else _gates(flat, slots)  # the same slots with an equal schedule
 
 
-def _flatten(schedule: Schedule) -> _Flat | None:
-    """None if only the twin can run the schedule: an action twice, a stage on two ranks, another kind of action, ..."""
-    actions = tuple(schedule.actions())
-    if _core is None or not actions:
-        return None
-    stages, kinds, micros, slices = zip(*actions, strict=True)
-    if not {*kinds} <= {*KINDS}:
-        return None
-    try:
-        core = _core.FlatSchedule(
-            stages=array("i", stages),
-            kinds="".join(kinds).encode(),
-            micros=array("i", micros),
-            slices=array("i", slices),
-            rank_lengths=[len(order) for order in schedule.orders],
-        )
-    except OverflowError:  # an index beyond int32
-        return None
-    if not core.regular:
-        return None
-    return _Flat(core, actions, kinds, tuple(Link(*link) for link in core.links), core.link_of)
-
-
-def _gates(flat: _Flat, slots: SlotAssignment) -> Any:
+def _gates(flat: Flat, slots: SlotAssignment) -> Any:
     """What puts wait for; None if the slots are not of this schedule."""
     puts: dict[Link, list[int]] = {link: [] for link in flat.links}
     for index, number in enumerate(flat.link_of):
@@ -124,20 +88,16 @@ def _gates(flat: _Flat, slots: SlotAssignment) -> Any:
             for index, transfer in zip(indices, transfers, strict=True):
                 slot_of[index] = slots.slot(transfer)
     counts = [slots.slots(link) for link in flat.links]
-    return _core.PutGates(flat.core, slot=slot_of, slots=counts, resident=slots.resident)
+    return core.PutGates(flat.core, slot=slot_of, slots=counts, resident=slots.resident)
 
 
 def _simulate_flat(
-    schedule: Schedule, flat: _Flat, values: list[Seconds], links: LinkCosts | None, slots: SlotAssignment | None
+    schedule: Schedule, flat: Flat, values: list[Seconds], links: LinkCosts | None, slots: SlotAssignment | None
 ) -> Simulation | None:
     """None if the core cannot: numbers that are neither int nor float, slots of another schedule, a deadlock."""
-    gates = None
-    if slots is not None:
-        of, gates = _GATES.get(slots, lambda: (flat, _gates(flat, slots)))
-        if of is not flat:  # the same slots with an equal schedule
-            gates = _gates(flat, slots)
-        if gates is None:
-            return None
+    gates = None if slots is None else _kept_gates(flat, slots)
+    if slots is not None and gates is None:
+        return None
     costs = _numbers(values)
     free = None if costs is None else _run(flat, costs)
     if costs is None or free is None:
@@ -177,7 +137,7 @@ class _LinkNumbers(NamedTuple):
     latency: _Numbers | None  # of each link
 
 
-def _link_numbers(schedule: Schedule, flat: _Flat, links: LinkCosts) -> _LinkNumbers:
+def _link_numbers(schedule: Schedule, flat: Flat, links: LinkCosts) -> _LinkNumbers:
     prices = [link_price(links, link) for link in flat.links]
     known: list[dict[int, Seconds]] = [{} for _ in prices]  # by slice: all that a size may depend on, if no function
     busy: list[Seconds] = [0] * len(flat.actions)
@@ -209,6 +169,14 @@ class _CoreRun(NamedTuple):
     def peak_live(self, rank: int, sizes: Sequence[Seconds] | None) -> Seconds | None:
         return self._count(self.times.peak_live, rank, sizes)
 
+    def peaks(self, sizes: Sequence[Seconds]) -> tuple[Seconds, ...] | None:
+        numbers = _numbers(sizes)
+        format = None if numbers is None else _common_format(len(sizes), numbers)
+        if format is None:
+            return None
+        shared = array(format, sizes)
+        return tuple(self.times.peak_live(self.core, rank, shared) for rank in range(self.core.ranks))
+
     def _count(self, count: Callable[..., Any], rank: int, sizes: Sequence[Seconds] | None) -> Any:
         if sizes is None:
             return count(self.core, rank)
@@ -217,14 +185,14 @@ class _CoreRun(NamedTuple):
         return None if format is None else count(self.core, rank, array(format, sizes))
 
 
-def _run(flat: _Flat, costs: _Numbers, links: _LinkNumbers | None = None, gates: Any = None) -> _CoreRun | None:
+def _run(flat: Flat, costs: _Numbers, links: _LinkNumbers | None = None, gates: Any = None) -> _CoreRun | None:
     busy, latency = links or (None, None)
     if links is not None and (busy is None or latency is None):
         return None
     format = _common_format(len(flat.actions), *(numbers for numbers in (costs, busy, latency) if numbers is not None))
     if format is None:
         return None
-    run = _core.simulate_whole if format == WHOLE else _core.simulate_float
+    run = core.simulate_whole if format == WHOLE else core.simulate_float
     times = run(
         flat.core,
         costs=array(format, costs.values),
@@ -242,7 +210,7 @@ def _common_format(actions: int, *lists: _Numbers) -> str | None:
     return format if whole < (MOST_EXACT if format == FLOAT else MOST_WHOLE) else None
 
 
-def _mean_makespan(flat: _Flat, values: list[Seconds], free: _CoreRun) -> Seconds | None:
+def _mean_makespan(flat: Flat, values: list[Seconds], free: _CoreRun) -> Seconds | None:
     """With free links and every action at the mean of its kind; the mean of whole numbers stays exact."""
     means = mean_costs(flat.kinds, values)
     if all(mean == value for mean, value in zip(map(means.__getitem__, flat.kinds), values, strict=True)):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
-from terapipe.schedule.action import Action
+from terapipe.schedule.action import FORWARD, Action
 from terapipe.schedule.costs import Seconds
 from terapipe.schedule.schedule import Schedule
 from terapipe.schedule.slots import clock_order
@@ -37,6 +37,8 @@ class LiveCore(Protocol):
     def live(self, rank: int, sizes: Sequence[Seconds] | None) -> tuple[LiveSlices, ...] | None: ...
 
     def peak_live(self, rank: int, sizes: Sequence[Seconds] | None) -> Seconds | None: ...
+
+    def peaks(self, sizes: Sequence[Seconds]) -> tuple[Seconds, ...] | None: ...
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,17 @@ class Simulation:
         sizes = self._sizes(rank, size)
         found = self.core.peak_live(rank, sizes) if self.core is not None else None
         return found if found is not None else max(step.slices for step in live_reference(self, rank, sizes))
+
+    def peaks(self, size: Callable[[Action], Seconds]) -> tuple[Seconds, ...]:
+        """`peak_live` of every rank, reading each size once."""
+        sizes: Sequence[Seconds] = [
+            size(action) if action.kind == FORWARD else 0 for order in self.schedule.orders for action in order
+        ]
+        found = self.core.peaks(sizes) if self.core is not None else None
+        if found is not None:
+            return found
+        ranks = range(self.schedule.ranks)
+        return tuple(max(step.slices for step in live_reference(self, rank, sizes)) for rank in ranks)
 
     def _sizes(self, rank: int, size: Callable[[Action], Seconds] | None) -> list[Seconds] | None:
         """The size of each F action of `rank`, 0 elsewhere."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from terapipe.schedule.action import WEIGHT_GRAD, Action
+from terapipe.schedule.flat import Flat, core, flat_schedule
 from terapipe.schedule.grid import schedule_error
 from terapipe.schedule.schedule import Schedule
 from terapipe.schedule.transfers import (
@@ -105,6 +106,27 @@ def assign_slots(
     """
     if at_most is not None and at_most < 1:
         raise ValueError(f"a link needs at least one slot, got at_most={at_most}; zero slots is `rendezvous`")
+    flat = flat_schedule(schedule)
+    if flat is None:
+        return assign_slots_reference(schedule, resident=resident, order=order, at_most=at_most)
+    transfers = flat.transfers()
+    if order is None:
+        finished = core.finished_before_puts(flat.core)
+        if not finished:
+            clock_order(schedule)  # raises: the ranks wait for each other
+    else:
+        by_transfer = _finished_in_order(schedule, order)
+        finished = [0 if transfer is None else by_transfer[transfer] for transfer in transfers]
+    colours = core.colour_slots(flat.core, finished, resident=resident, at_most=at_most or 0)
+    slot_of = {transfer: slot for transfer, slot in zip(transfers, colours.slot, strict=True) if transfer is not None}
+    counts = dict(zip(flat.links, colours.counts, strict=True))
+    return SlotAssignment(_by_link(flat, transfers), counts, slot_of, resident)
+
+
+def assign_slots_reference(
+    schedule: Schedule, *, resident: bool = True, order: Sequence[Action] | None = None, at_most: int | None = None
+) -> SlotAssignment:
+    """`assign_slots` in Python: its oracle, and what serves where the C++ core cannot."""
     finished = _finished_before_puts(schedule) if order is None else _finished_in_order(schedule, order)
     counts: dict[Link, int] = {}
     slot_of: dict[Transfer, int] = {}
@@ -133,15 +155,28 @@ def ring_slots(schedule: Schedule, count: int, *, resident: bool = False) -> Slo
     """A first-in first-out ring of `count` slots on every link: right for links that copy out, a trap if resident."""
     if count < 1:
         raise ValueError(f"a ring needs at least one slot, got {count}")
-    order = link_transfers(schedule)
+    order = _transfers_by_link(schedule)
     slot_of = {transfer: i % count for transfers in order.values() for i, transfer in enumerate(transfers)}
     return SlotAssignment(order, dict.fromkeys(order, count), slot_of, resident)
 
 
 def rendezvous(schedule: Schedule) -> SlotAssignment:
     """No slot at all: every put waits until the receiver has come to the action that takes it."""
-    order = link_transfers(schedule)
+    order = _transfers_by_link(schedule)
     return SlotAssignment(order, dict.fromkeys(order, 0), {})
+
+
+def _transfers_by_link(schedule: Schedule) -> dict[Link, tuple[Transfer, ...]]:
+    flat = flat_schedule(schedule)
+    return link_transfers(schedule) if flat is None else _by_link(flat, flat.transfers())
+
+
+def _by_link(flat: Flat, transfers: Sequence[Transfer | None]) -> dict[Link, tuple[Transfer, ...]]:
+    order: list[list[Transfer]] = [[] for _ in flat.links]
+    for link, transfer in zip(flat.link_of, transfers, strict=True):
+        if transfer is not None:
+            order[link].append(transfer)
+    return {link: tuple(puts) for link, puts in zip(flat.links, order, strict=True)}
 
 
 def clock_order(schedule: Schedule) -> tuple[Action, ...]:

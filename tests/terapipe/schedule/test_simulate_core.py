@@ -255,7 +255,7 @@ def test_copies_and_pickles_of_a_simulation_hold_the_same():
 
 
 def test_what_is_kept_of_a_schedule_goes_with_it():
-    module = sys.modules["terapipe.schedule.simulate"]
+    module = sys.modules["terapipe.schedule.flat"]
     gc.collect()
     kept = len(module._FLAT._entries)
     schedule = seq_1f1b(2, 2, 2)
