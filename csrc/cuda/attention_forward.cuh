@@ -99,7 +99,7 @@ template <class Tile> struct ForwardBlock {
     const int first_row = place.row_tile * Tile::rows;
     __syncthreads(); // the tile before may still read what is written now
     if (threadIdx.x == 0) *kept = place;
-    if (const int pair = threadIdx.x * 2; pair < Tile::rows) {
+    if (const int pair = ptx::afresh(threadIdx.x) * 2; pair < Tile::rows) {
       const RowInterval even = interval_of(task.call.mask, place.batch, first_row + pair, rows_end, group);
       const RowInterval odd = interval_of(task.call.mask, place.batch, first_row + pair + 1, rows_end, group);
       ptx::store_shared_16(shared + Tile::intervals_at + pair * 8,

@@ -49,7 +49,8 @@ TPK_DEVICE void load_keys(uint32_t tile, const Element* source, int64_t key_stri
   using Shape = SwizzledTile<dim * 2>;
   constexpr int rows_at_once = threads / Shape::row_chunks;
   static_assert(rows % rows_at_once == 0 && rows_at_once % 8 == 0); // so that every row of a thread exchanges chunks alike
-  const int row = threadIdx.x / Shape::row_chunks, chunk = threadIdx.x % Shape::row_chunks;
+  const uint32_t thread = ptx::afresh(threadIdx.x);
+  const int row = thread / Shape::row_chunks, chunk = thread % Shape::row_chunks;
   const Element* from = source + (first + row) * key_stride + chunk * 8;
 #pragma unroll
   for (int i = 0; i < rows / rows_at_once; ++i) {
