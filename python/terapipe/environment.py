@@ -191,6 +191,13 @@ def _backends() -> list[Choice]:
 def _links() -> list[Choice]:
     links = [Choice("local", True, "one process steps all ranks")]
     try:
+        from tpkernels.links import shm_missing
+
+        missing = shm_missing()
+        links.append(Choice("shm", not missing, missing or "CPU ranks of one host, the default between them"))
+    except ImportError as error:
+        links.append(Choice("shm", False, str(error)))
+    try:
         from torch import distributed
     except ImportError as error:
         return [*links, Choice("dist", False, str(error))]

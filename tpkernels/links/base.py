@@ -102,13 +102,17 @@ class Link(Protocol):
 def check_put(spec: LinkSpec, shapes: Mapping[Key, tuple[int, ...]], key: Key, x: Tensor) -> None:
     """Refuse to send what the receiver does not expect."""
     if key not in shapes:
-        count = len(shapes)
-        raise LinkError(f"{spec}: {name(key)} for stage {key[0]} is not among the {count} transfers of this step.")
+        raise unplanned(spec, shapes, key)
     if x.dtype != spec.dtype or tuple(x.shape) != shapes[key]:
         raise LinkError(
             f"{spec}: {name(key)} is {x.dtype} {list(x.shape)}, but the plan says {spec.dtype} {list(shapes[key])}; "
             f"make hidden_size and dtype of the pipeline those of what the layers return."
         )
+
+
+def unplanned(spec: LinkSpec, shapes: Mapping[Key, tuple[int, ...]], key: Key) -> LinkError:
+    count = len(shapes)
+    return LinkError(f"{spec}: {name(key)} for stage {key[0]} is not among the {count} transfers of this step.")
 
 
 def name(key: Key) -> str:

@@ -8,6 +8,7 @@ the slot whether it still holds this use.
 
 from __future__ import annotations
 
+import math
 import secrets
 import statistics
 import sys
@@ -19,14 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpkernels.links.base import Key, LinkError, LinkSpec, Speed, Transfers, check_put, name
+from tpkernels.links.base import Key, LinkError, LinkSpec, Speed, Transfers, check_put, name, unplanned
+
+if sys.platform == "linux":
+    from tpkernels.links.segment import Offer, Segment, connect
 
 try:
     from tpkernels import _core
 except ImportError:  # not built: shm_missing says so
     _core = None  # type: ignore[assignment]
 
-TILE_ROWS = 64
+TILE_ROWS, MOST_TILES = 64, 32  # rows of a tile, more where a slot would have too many: each costs a store to post
 SPIN_S = 2e-3  # longer than the gap between two slices that are nearly alike
 SILENCE_S, TIMEOUT_S, MEET_S = 10.0, 1800.0, 30.0
 
@@ -47,13 +51,53 @@ class _Place:
     view: Tensor
 
 
+def ring_geometry(spec: LinkSpec) -> Any:
+    rows = math.prod(spec.slot_shape[:-1])
+    tile_rows = max(TILE_ROWS, math.ceil(rows / MOST_TILES))
+    tile_bytes = tile_rows * spec.slot_shape[-1] * spec.dtype.itemsize
+    return _core.RingGeometry(slots=spec.slots, slot_bytes=spec.slot_bytes, tile_bytes=tile_bytes)
+
+
+def offer_segment(spec: LinkSpec, generation: int, first_epoch: int = 0) -> Offer:
+    """Memory for the link, formatted; epochs count from `first_epoch`. OSError when it cannot be had."""
+    geometry = ring_geometry(spec)
+    offer = Offer(geometry.bytes)
+    geometry.format(offer.memory, generation, first_epoch)
+    return offer
+
+
 class ShmLink:
     """One end. Make it with `open`, on both ranks."""
 
     kind = "shm"
 
-    def __init__(self, spec: LinkSpec, ring: Any, segment: Any, *, sender: bool, poison: bool) -> None:
-        self.spec, self._ring, self._segment, self._poison = spec, ring, segment, poison
+    def __init__(
+        self,
+        spec: LinkSpec,
+        met: Segment,
+        generation: int,
+        *,
+        sender: bool,
+        spin_s: float = SPIN_S,
+        silence_s: float = SILENCE_S,
+        timeout_s: float = TIMEOUT_S,
+        poison: bool = False,
+    ) -> None:
+        """spin_s: how long a wait spins before it sleeps; silence_s: a peer without a heartbeat for so long counts as
+        lost; timeout_s: the longest wait; poison: fill released slots with NaN, for tests. ValueError when the memory
+        was made for another spec or another meeting."""
+        self._ring = _core.Ring(
+            met.memory,
+            ring_geometry(spec),
+            generation=generation,
+            sender=sender,
+            spin_s=spin_s,
+            silence_s=silence_s,
+            timeout_s=timeout_s,
+            socket=met.socket.fileno(),
+            pidfd=met.pidfd,
+        )
+        self.spec, self._segment, self._poison = spec, met, poison
         self._peer = spec.destination if sender else spec.source
         self._places: dict[tuple[Key, tuple[int, ...]], _Place] = {}
         self._step: dict[Key, _Place] = {}
@@ -64,51 +108,26 @@ class ShmLink:
         self._reserved: Key | None = None
 
     @staticmethod
-    def open(
-        spec: LinkSpec,
-        group: dist.ProcessGroup,
-        *,
-        spin_s: float = SPIN_S,
-        silence_s: float = SILENCE_S,
-        timeout_s: float = TIMEOUT_S,
-        first_epoch: int = 0,
-        poison: bool = False,
-    ) -> ShmLink:
-        """Meet the other end through `group`. first_epoch: where slots begin to count; poison: fill released slots
-        with NaN (both for tests). LinkError on both ends when either cannot."""
-        from tpkernels.links import segment
-
+    def open(spec: LinkSpec, group: dist.ProcessGroup, **options: Any) -> ShmLink:
+        """Meet the other end through `group`; options: of the constructor. LinkError on both ends when either
+        cannot."""
         sender = dist.get_rank() == spec.source
-        row_bytes = spec.slot_shape[-1] * spec.dtype.itemsize
-        geometry = _core.RingGeometry(slots=spec.slots, slot_bytes=spec.slot_bytes, tile_bytes=TILE_ROWS * row_bytes)
         try:
             if sender:
                 address, generation = _hear(spec, group)
-                met = segment.connect(address, MEET_S)
+                met = connect(address, MEET_S)
             else:
                 generation = secrets.randbits(31)
                 try:
-                    offer = segment.Offer(geometry.bytes)
+                    offer = offer_segment(spec, generation)
                 except OSError as error:
-                    _say(spec, group, f"!rank {spec.destination} cannot share {geometry.bytes} bytes: {error}")
+                    _say(spec, group, f"!rank {spec.destination} cannot share its slots: {error}")
                     raise
-                geometry.format(offer.memory, generation, first_epoch)
                 _say(spec, group, f"{offer.address} {generation}")
                 met = offer.accept(MEET_S)
-            ring = _core.Ring(
-                met.memory,
-                geometry,
-                generation=generation,
-                sender=sender,
-                spin_s=spin_s,
-                silence_s=silence_s,
-                timeout_s=timeout_s,
-                socket=met.socket.fileno(),
-                pidfd=met.pidfd,
-            )
+            return ShmLink(spec, met, generation, sender=sender, **options)
         except (OSError, ValueError) as error:
             raise LinkError(f"{spec}: the two ends did not come together: {error}") from error
-        return ShmLink(spec, ring, met, sender=sender, poison=poison)
 
     def expect(self, transfers: Transfers) -> None:
         shapes = dict(transfers)
@@ -127,10 +146,12 @@ class ShmLink:
         return place.view
 
     def put(self, key: Key, x: Tensor, residual: Tensor | None = None) -> None:
-        check_put(self.spec, self._shapes, key, x)
         place = self._next(key)
+        if x.dtype is not self.spec.dtype or x.shape != place.view.shape:
+            check_put(self.spec, self._shapes, key, x)
         if self._reserved is None and residual is None:
-            x = x.contiguous()
+            if not x.is_contiguous():
+                x = x.contiguous()
             trouble = self._ring.put(place.slot, x.data_ptr(), place.num_bytes)
             if trouble is not None:
                 raise self._lost(key, trouble)
@@ -146,16 +167,16 @@ class ShmLink:
 
     def take(self, key: Key) -> Tensor:
         place = self._next(key)
+        self._done += 1
         if self.spec.resident:
             x = place.view.detach()  # a leaf of its own: no gradient or hook of an earlier use
-            trouble = self._ring.take(place.slot, place.num_bytes)
             self._held.add(key)
+            trouble = self._ring.take(place.slot, place.num_bytes)
         else:
             x = torch.empty_like(place.view)
             trouble = self._ring.take_copy(place.slot, x.data_ptr(), place.num_bytes)
         if trouble is not None:
             raise self._lost(key, trouble)
-        self._done += 1
         return x
 
     def verify(self, key: Key) -> None:
@@ -201,10 +222,18 @@ class ShmLink:
         self._places.clear()
 
     def _next(self, key: Key) -> _Place:
-        if self._done == len(self._order) or self._order[self._done] != key:
-            expected = name(self._order[self._done]) if self._done < len(self._order) else "nothing more"
-            raise LinkError(f"{self.spec}: asked for {name(key)}, but the plan's next transfer is {expected}.")
-        return self._step[key]
+        place = self._step.get(key)
+        if place is None or self._done == len(self._order) or self._order[self._done] != key:
+            raise self._out_of_order(key)
+        return place
+
+    def _out_of_order(self, key: Key) -> LinkError:
+        if not self._step and self._order:
+            return LinkError(f"{self.spec}: this end was closed, {name(key)} cannot go over it.")
+        if key not in self._shapes:
+            return unplanned(self.spec, self._shapes, key)
+        expected = name(self._order[self._done]) if self._done < len(self._order) else "nothing more"
+        return LinkError(f"{self.spec}: asked for {name(key)}, but the plan's next transfer is {expected}.")
 
     def _place(self, key: Key, shape: tuple[int, ...]) -> _Place:
         if (key, shape) not in self._places:

@@ -50,6 +50,7 @@ def key_of(transfer: Transfer) -> Key:
 class _Hop:
     """A transfer at one of its ends."""
 
+    transfer: Transfer
     link: Link
     key: Key
 
@@ -77,6 +78,8 @@ class RankProgram:
     ) -> None:
         self.rank, self.schedule, self.stages, self.links = rank, schedule, dict(stages), dict(links)
         self.spans: list[Span] = []
+        self.sent: dict[Transfer, tuple[float, float]] = {}  # the action's end, the put's end
+        self.taken: dict[Transfer, tuple[float, float]] = {}  # the wait's begin and end
         self._at = at
         self._actions: Sequence[Action] = ()
         self._next = 0
@@ -90,7 +93,8 @@ class RankProgram:
         evaluating."""
         self._actions, self._next, self._micros, self._scale = actions, 0, micros, scale
         self.spans = []
-        self._beside.clear()
+        for left in (self.sent, self.taken, self._beside):
+            left.clear()
         for stage in self.stages.values():
             stage.begin(evaluating=scale is None)
 
@@ -148,14 +152,17 @@ class RankProgram:
         if output is not None:
             if hops.puts is not None:
                 hops.puts.link.put(hops.puts.key, output)
+                self.sent[hops.puts.transfer] = (computed, time.perf_counter())
             else:
                 neighbour = action.stage + (1 if action.is_forward else -1)
                 self._beside[neighbour, micro, piece] = output
         # Slots are resident: held until the slice's backward has run; when evaluating there is none.
         for hop in hops.holds if not evaluating else (hops.takes,) if hops.takes is not None else ():
             hop.link.release(hop.key)
-        if hops.takes is not None and ready > began:
-            self.spans.append(Span(self.rank, action, "wait", began, ready))
+        if hops.takes is not None:
+            self.taken[hops.takes.transfer] = (began, ready)
+            if ready > began:
+                self.spans.append(Span(self.rank, action, "wait", began, ready))
         self.spans.append(Span(self.rank, action, "compute", ready, computed))
 
     def _hops_of(self, action: Action) -> _Hops:
@@ -165,7 +172,7 @@ class RankProgram:
         return _Hops(takes, self._hop(sent_by(self.schedule, action)), tuple(hop for hop in held if hop is not None))
 
     def _hop(self, transfer: Transfer | None) -> _Hop | None:
-        return None if transfer is None else _Hop(self.links[transfer.link], key_of(transfer))
+        return None if transfer is None else _Hop(transfer, self.links[transfer.link], key_of(transfer))
 
 
 def run_together(programs: Sequence[RankProgram]) -> None:

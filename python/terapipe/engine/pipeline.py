@@ -16,7 +16,6 @@ import contextlib
 import json
 import math
 import resource
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,6 +39,7 @@ from terapipe.engine.failure import (
     let_go,
     words,
 )
+from terapipe.engine.handoff import TIMES, HandOff, HandOffSummary, hand_offs, summarize
 from terapipe.engine.interpreter import ActionError, RankProgram, forward_actions, key_of, one_over, run_together
 from terapipe.engine.loss import cross_entropy_sum
 from terapipe.engine.reduction import copy_tied_values, squared_norms, sum_tied_gradients
@@ -57,13 +57,15 @@ from tpkernels.links import LinkError
 class StepResult:
     """`loss` in nats per target and `grad_norm` of the whole model, the same on every rank; `tokens` in the batch,
     with and without a target; `seconds` of this rank's step; `bubble_share` the share of all ranks' time in which they
-    did not compute (0 where one process steps every rank, since it never waits)."""
+    did not compute (0 where one process steps every rank, since it never waits); `hand_offs` how much of the
+    communication was hidden (None in one process, or over several hosts, whose clocks differ)."""
 
     loss: float
     tokens: int
     grad_norm: float
     seconds: float
     bubble_share: float
+    hand_offs: HandOffSummary | None = None
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,10 @@ class Pipeline:
         self._programs = [
             RankProgram(rank, plan.schedule, stages[rank], self._wiring.links, at=at) for rank in owned_ranks
         ]
+        # Ranks of one host share a clock; in one process nothing is on its way.
+        timed = not self._local and self._wiring.one_clock
+        self._transfers = [transfer for order in plan.slots.order.values() for transfer in order] if timed else []
+        self._hand_offs: list[HandOff] = []
         self._step_began = 0.0
         self._broken: PipelineError | None = None
         self._closed = False
@@ -188,17 +194,20 @@ class Pipeline:
                 span.end - span.start for program in self._programs for span in program.spans if span.kind == "compute"
             )
             elapsed = time.perf_counter() - began
-            table = self._sum_with_check(batch, [self._loss_sum(), busy, elapsed * len(self._programs), *squares])
+            sums = [self._loss_sum(), busy, elapsed * len(self._programs), *squares]
+            table = self._sum_with_check(batch, [*sums, *self._hand_off_times()])
         loss, busy, available = table[0] / targets, table[1], table[2]
+        self._hand_offs = hand_offs(self._transfers, table[len(sums) :])
         for program in self._programs:
             for stage in program.stages.values():
                 stage.assert_drained()
         return StepResult(
             loss=loss,
             tokens=batch.tokens.numel(),
-            grad_norm=math.sqrt(math.fsum(table[3:])),
+            grad_norm=math.sqrt(math.fsum(table[3 : len(sums)])),
             seconds=time.perf_counter() - began,
             bubble_share=max(0.0, 1.0 - busy / available) if not self._local else 0.0,
+            hand_offs=summarize(self._hand_offs) if self._hand_offs else None,
         )
 
     def evaluate(self, batch: Batch) -> EvaluationResult:
@@ -236,16 +245,16 @@ class Pipeline:
             for program in self._programs
             for span in program.spans
         ]
-        reports = self._wiring.gather([socket.gethostname(), self._step_began, rows])
+        reports = self._wiring.gather([self._step_began, rows])
         # Ranks of one host share a clock: the earliest start is everybody's zero. Across hosts each rank has its own.
-        one_clock = len({host for host, _, _ in reports}) == 1
-        earliest = min(began for _, began, _ in reports)
-        return [
+        earliest = min(began for began, _ in reports)
+        events = [
             TraceEvent(rank, label, start - zero, end - zero, kind)
-            for _, began, rows in reports
-            for zero in [earliest if one_clock else began]
+            for began, rows in reports
+            for zero in [earliest if self._wiring.one_clock else began]
             for rank, label, start, end, kind in rows
         ]
+        return events + [hand_off.event(earliest) for hand_off in self._hand_offs]
 
     def memory(self) -> MemoryReport:
         """Peak and cache bytes of this process."""
@@ -337,8 +346,19 @@ class Pipeline:
             raise RuntimeError("the ranks were given different batches; give every rank of the pipeline the same one")
         return table[2:]
 
+    def _hand_off_times(self) -> list[float]:
+        """What this rank knows of each transfer, zeros elsewhere: the sum over ranks is complete."""
+        nothing = (0.0,) * (TIMES // 2)
+        program = self._programs[0]
+        return [
+            seconds
+            for transfer in self._transfers
+            for seconds in (*program.sent.get(transfer, nothing), *program.taken.get(transfer, nothing))
+        ]
+
     def _run(self, batch: Batch, scale: Tensor | None, *, evaluating: bool) -> None:
         batch = batch.to(self._device)
+        self._hand_offs = []
         micros = [batch.micro(index, self.plan.micro_size) for index in range(self.plan.micros)]
         self._step_began = time.perf_counter()
         try:

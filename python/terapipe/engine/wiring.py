@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,6 +38,8 @@ class Wiring(Protocol):
     """The connections of this process."""
 
     links: dict[PlannedLink, Link]
+    one_clock: bool
+    """Whether times of all ranks can be compared."""
 
     def expect(self, transfers: Expected) -> None:
         """A step begins: what each link will carry."""
@@ -85,7 +89,9 @@ def open_process_wiring(
 
     links: "auto", "shm" or "dist".  LinkError on every rank when "shm" cannot be had for every link."""
     everyone = dist.new_group(backend="gloo", timeout=timeout)
-    shared = _open_shared(specs, rank, everyone, links=links, timeout=timeout)
+    device = next((spec.device for spec in specs.values()), torch.device("cpu"))
+    places: list[_Place] = _exchange(_Place.here(device), everyone)
+    shared = _open_shared(specs, rank, places, everyone, links=links, timeout=timeout)
     opened: dict[PlannedLink, Link] = {}
     for planned, spec in specs.items():
         here = rank in (spec.source, spec.destination)
@@ -104,14 +110,17 @@ def open_process_wiring(
         if len(ranks) > 1 and ranks not in groups:
             groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
         tied |= {name: (owner[name], groups.get(ranks)) for name in family}
-    return _ProcessWiring(opened, everyone, tied)
+    one_clock = len({place.boot for place in places}) == 1
+    return _ProcessWiring(opened, everyone, tied, one_clock)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a rank runs, as far as sharing memory goes: alike for those that can."""
+    """Where a rank runs. missing: why it cannot share memory; `host` is alike for ranks that can, `boot` for ranks with
+    one clock."""
 
     missing: str
+    boot: str
     host: tuple[str, str, int]
     cores: int
     threads: int
@@ -119,11 +128,12 @@ class _Place:
     @staticmethod
     def here(device: torch.device) -> _Place:
         missing = "its ranks compute on GPUs" if device.type != "cpu" else shm_missing()
-        if missing:
-            return _Place(missing, ("", "", 0), 1, 1)
+        if sys.platform != "linux":
+            return _Place(missing, socket.gethostname(), ("", "", 0), 1, 1)
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         network = os.readlink("/proc/self/ns/net")  # the two ends meet at a socket whose name is valid in one
-        return _Place("", (boot, network, os.getuid()), len(os.sched_getaffinity(0)), torch.get_num_threads())
+        cores = len(os.sched_getaffinity(0))
+        return _Place(missing, boot, (boot, network, os.getuid()), cores, torch.get_num_threads())
 
 
 @dataclass(frozen=True)
@@ -135,12 +145,16 @@ class _Shared:
 
 
 def _open_shared(
-    specs: Mapping[PlannedLink, LinkSpec], rank: int, everyone: dist.ProcessGroup, *, links: str, timeout: timedelta
+    specs: Mapping[PlannedLink, LinkSpec],
+    rank: int,
+    places: Sequence[_Place],
+    everyone: dist.ProcessGroup,
+    *,
+    links: str,
+    timeout: timedelta,
 ) -> _Shared:
     if links == "dist":
-        return _Shared({}, dict.fromkeys(specs, "asked for"))
-    device = next((spec.device for spec in specs.values()), torch.device("cpu"))
-    places: list[_Place] = _exchange(_Place.here(device), everyone)
+        return _Shared({}, dict.fromkeys(specs, "not asked for"))
     neighbours = [place for place in places if place.host == places[rank].host]
     spins = sum(place.threads for place in neighbours) <= places[rank].cores
     refused = {planned: why for planned, spec in specs.items() if (why := _apart(places, spec))}
@@ -190,6 +204,8 @@ def _log(link: Link, why: str) -> None:
 
 
 class _LocalWiring:
+    one_clock = True
+
     def __init__(self, links: Mapping[PlannedLink, Link]) -> None:
         self.links: dict[PlannedLink, Link] = dict(links)
 
@@ -221,8 +237,9 @@ class _ProcessWiring:
         links: dict[PlannedLink, Link],
         everyone: dist.ProcessGroup,
         tied: Mapping[str, tuple[int, dist.ProcessGroup | None]],
+        one_clock: bool,
     ) -> None:
-        self.links = links
+        self.links, self.one_clock = links, one_clock
         self._everyone: dist.ProcessGroup | None = everyone
         self._tied = dict(tied)
 

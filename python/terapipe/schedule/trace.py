@@ -1,8 +1,8 @@
 """Timelines as rows, the same whether simulated or measured, so that one set of writers (`terapipe.viz`) shows both.
 
 A row of category "compute" is an action at work and labelled with its text; "wait" is a rank that waits for its input;
-any other category ("loss", "reduce", "optimizer", ...) is other work. Times are seconds from the start of the step, on
-one clock for all ranks.
+"hand-off" is a slice on its way to the rank, beside whatever the rank does; any other category ("loss", "reduce",
+"optimizer", ...) is other work. Times are seconds from the start of the step, on one clock for all ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from terapipe.schedule.action import Action
 from terapipe.schedule.simulate import Simulation
 
-COMPUTE, WAIT, OTHER = "compute", "wait", "other"
+COMPUTE, WAIT, HAND_OFF, OTHER = "compute", "wait", "hand-off", "other"
 
 
 class TraceEvent(NamedTuple):
@@ -40,9 +40,9 @@ class TraceEvent(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What the bar shows: F, B, I or W for an action at work, else "wait" or "other"."""
-        if self.category == WAIT:
-            return WAIT
+        """What the bar shows: F, B, I or W for an action at work, else "wait", "hand-off" or "other"."""
+        if self.category in (WAIT, HAND_OFF):
+            return self.category
         action = self.action if self.category == COMPUTE else None
         return OTHER if action is None else action.kind
 
@@ -86,7 +86,7 @@ def num_ranks(events: Sequence[TraceEvent]) -> int:
 
 def busy_s(events: Iterable[TraceEvent], rank: int) -> float:
     """Seconds in which `rank` works. Rows of one rank may overlap (communication beside compute) and count once."""
-    spans = sorted((e.start_s, e.end_s) for e in events if e.rank == rank and e.category != WAIT)
+    spans = sorted((e.start_s, e.end_s) for e in events if e.rank == rank and e.category not in (WAIT, HAND_OFF))
     total, reached = 0.0, float("-inf")
     for start, end in spans:
         total += max(0.0, end - max(start, reached))

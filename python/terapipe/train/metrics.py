@@ -25,7 +25,8 @@ from typing import Any, TextIO
 @dataclass(frozen=True)
 class StepMetrics:
     """One optimizer step. `loss` is nats a target token before the update; `bubble_share` of all ranks' time, 0 to
-    1; memory over all ranks."""
+    1; `hidden_share` of the time slices were on their way between ranks (None where it cannot be told); memory over
+    all ranks."""
 
     step: int
     loss: float
@@ -35,6 +36,7 @@ class StepMetrics:
     step_s: float
     bubble_share: float
     memory_bytes: int
+    hidden_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -149,10 +151,11 @@ class Progress:
 
 def figures(record: StepMetrics) -> str:
     """Everything of a step in one line."""
+    hidden = "" if record.hidden_share is None else f"{record.hidden_share:.0%} of hand-offs hidden  "
     return (
         f"loss {record.loss:.4f}  norm {record.grad_norm:.3f}  lr {record.lr:.2e}  "
         f"{record.tokens_per_s:,.0f} tokens/s  {record.step_s * 1e3:.0f} ms  bubble {record.bubble_share:.0%}  "
-        f"{record.memory_bytes / 2**20:,.0f} MiB"
+        f"{hidden}{record.memory_bytes / 2**20:,.0f} MiB"
     )
 
 

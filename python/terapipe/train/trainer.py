@@ -225,6 +225,7 @@ class Trainer:
             step_s=seconds,
             bubble_share=result.bubble_share,
             memory_bytes=self._memory_bytes,
+            hidden_share=None if result.hand_offs is None else result.hand_offs.hidden_share,
         )
 
     def _resume(self) -> None:

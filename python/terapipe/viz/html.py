@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from terapipe.schedule.trace import TraceEvent, bubble_share, busy_s, num_ranks, span
+from terapipe.schedule.trace import HAND_OFF, TraceEvent, bubble_share, busy_s, num_ranks, span
 from terapipe.viz.style import KIND_COLOURS, NAMES, mixed, num_micros, num_slices, short_label
 
 
@@ -32,6 +32,7 @@ def render_html(events: Sequence[TraceEvent], *, title: str = "Pipeline timeline
             list(event.action[:1] + event.action[2:]) if event.action is not None else None,
         ]
         for event in events
+        if event.category != HAND_OFF  # too short to see here
     ]
     duration = end - begin
     data: dict[str, Any] = {

@@ -1,6 +1,7 @@
 """A timeline as Trace Event JSON: opens in https://ui.perfetto.dev and chrome://tracing.
 
-One thread per rank; arrows (flow events) follow a slice from stage to stage. The format counts in microseconds.
+One thread per rank, one per link with hand-offs; arrows (flow events) follow a slice from stage to stage. The format
+counts in microseconds.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from terapipe.schedule.action import Action
-from terapipe.schedule.trace import WAIT, TraceEvent, num_ranks
+from terapipe.schedule.trace import HAND_OFF, WAIT, TraceEvent, num_ranks
 from terapipe.viz.style import NAMES
 
 
@@ -21,13 +22,28 @@ def render_perfetto(events: Sequence[TraceEvent], *, title: str = "terapipe") ->
         about = {"ph": "M", "pid": 0, "tid": rank}
         rows.append({**about, "name": "thread_name", "args": {"name": f"rank {rank}"}})
         rows.append({**about, "name": "thread_sort_index", "args": {"sort_index": rank}})
+    links = sorted({event.label.split()[0] for event in events if event.category == HAND_OFF})
+    threads = {link: num_ranks(events) + index for index, link in enumerate(links)}
+    for link, thread in threads.items():
+        about = {"ph": "M", "pid": 0, "tid": thread}
+        rows.append({**about, "name": "thread_name", "args": {"name": f"link {link}"}})
+        rows.append({**about, "name": "thread_sort_index", "args": {"sort_index": thread}})
     for event in events:
+        thread = threads[event.label.split()[0]] if event.category == HAND_OFF else event.rank
         action = event.action
         detail = {} if action is None else action._asdict()
         name = f"wait for {event.label}" if event.category == WAIT else event.label
         times = {"ts": event.start_s * 1e6, "dur": event.duration_s * 1e6}
         rows.append(
-            {"ph": "X", "pid": 0, "tid": event.rank, "name": name, "cat": NAMES[event.kind], **times, "args": detail}
+            {
+                "ph": "X",
+                "pid": 0,
+                "tid": thread,
+                "name": name,
+                "cat": NAMES.get(event.kind, event.kind),
+                **times,
+                "args": detail,
+            }
         )
     rows += _flows(events)
     return json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}, indent=None, separators=(",", ":"))

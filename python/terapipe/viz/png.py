@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from terapipe.schedule.trace import WAIT, TraceEvent, bubble_share, num_ranks, span
+from terapipe.schedule.trace import HAND_OFF, WAIT, TraceEvent, bubble_share, num_ranks, span
 from terapipe.viz.style import KIND_COLOURS, NAMES, TimeUnit, mixed, num_micros, num_slices, short_label, time_unit
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _draw(axes: Axes, panel: Panel, unit: TimeUnit, longest: float, *, last: boo
         axes.add_patch(ground)
     inches_per_unit = WIDTH_INCHES * 0.91 * unit.seconds / longest
     for event in events:
-        if event.category == WAIT:
+        if event.category in (WAIT, HAND_OFF):  # too short to see here
             continue
         piece = event.action.slice if event.action is not None else 0
         left, width = (event.start_s - begin) / unit.seconds, event.duration_s / unit.seconds

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import TOLERANCE, oracle, worst_error
+from engine_cases import TOLERANCE, Case, oracle, worst_error
 from worker import LAYOUTS, LINKS, mixed_ties, run_layout
 
 from terapipe.engine.wiring import link_specs, open_local_wiring
 from terapipe.schedule import assign_slots, link_transfers, seq_1f1b
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_processes_give_the_numbers_of_one_process(ranks: int, run_scenario: Callable[..., Any]) -> None:
     processes = run_scenario("layouts", ranks)
@@ -30,6 +30,7 @@ def test_processes_give_the_numbers_of_one_process(ranks: int, run_scenario: Cal
             assert report["repeated"] and local["repeated"]
             assert report["timeline"] == local["timeline"]
             assert 0.0 <= report["bubble_share"] < 1.0
+            _check_hand_offs(report, case)
         for links in LINKS[ranks]:
             owned = [result[str(case), links]["gradients"] for result in results]
             gradients = {name: gradient for own in owned for name, gradient in own.items()}
@@ -49,6 +50,17 @@ def test_processes_give_the_numbers_of_one_process(ranks: int, run_scenario: Cal
         assert torch.equal(everything[name], gradient), name
     assert torch.equal(everything["0.weight"], everything["3.weight"])
     assert not torch.equal(everything["0.weight"], everything["2.weight"])
+
+
+def _check_hand_offs(report: dict[str, Any], case: Case) -> None:
+    """A row for each transfer of the plan, and their sum in the summary."""
+    planned = [transfer for order in case.plan.slots.order.values() for transfer in order]
+    rows, summary = report["on their way"], report["hand_offs"]
+    assert [row.label for row in rows] == [f"{move.link} {move.micro}.{move.slice}" for move in planned]
+    assert [row.rank for row in rows] == [move.link.destination_rank for move in planned]
+    assert all(0 < row.duration_s < 10 for row in rows)
+    assert summary.count == len(planned) and 0 <= summary.exposed_s <= summary.seconds * 2
+    assert summary.seconds == pytest.approx(sum(row.duration_s for row in rows), rel=1e-6)
 
 
 def test_every_link_has_the_plans_slots() -> None:

@@ -50,7 +50,9 @@ def run_layout(pipeline: Pipeline, case: Case) -> dict[str, Any]:
     again = pipeline.evaluate(case.batch(0)).loss
     pipeline.step(case.batch(0))
     repeated = all(torch.equal(gradient, gradients[name]) for name, gradient in gradients_of(pipeline).items())
-    rows = [row for row in pipeline.timeline() if row.category == "compute"]
+    last = pipeline.step(case.batch(0)).hand_offs
+    timeline = pipeline.timeline()
+    rows = [row for row in timeline if row.category == "compute"]
     return {
         "losses": [before, first.loss, other, again],
         "grad_norm": first.grad_norm,
@@ -58,6 +60,8 @@ def run_layout(pipeline: Pipeline, case: Case) -> dict[str, Any]:
         "repeated": repeated,
         "timeline": sorted((row.rank, row.label) for row in rows),
         "bubble_share": first.bubble_share,
+        "hand_offs": last,
+        "on their way": [row for row in timeline if row.category == "hand-off"],
     }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from terapipe.train.metrics import MetricsFile, Progress, StepMetrics, ValidationMetrics, read_lines
 
-KEYS = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "step_s", "bubble_share", "memory_bytes"]
+KEYS = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "step_s", "bubble_share", "memory_bytes", "hidden_share"]
 
 
 def step(number: int, loss: float = 2.5) -> StepMetrics:

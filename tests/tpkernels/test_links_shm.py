@@ -1,0 +1,310 @@
+"""ShmLink: both ends in this process for what a slot promises, two processes for what happens when one of them fails.
+
+Released slots are poisoned and epochs begin just before they wrap, in every test.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from terapipe.schedule import seq_1f1b
+from terapipe.schedule.slots import assign_slots, demand_order, ring_slots
+from tpkernels.links import Key, LinkError, LinkSpec, ShmLink, open_link, shm_missing
+
+pytestmark = pytest.mark.skipif(bool(shm_missing()), reason=f"shared-memory links: {shm_missing()}")
+
+CPU = torch.device("cpu")
+NEAR_WRAP = 2**32 - 3
+OPTIONS: dict[str, Any] = {"spin_s": 1e-4, "silence_s": 1.0, "timeout_s": 2.0, "poison": True}
+Pair = tuple[ShmLink, ShmLink]
+
+
+def _spec(slots: int = 2, dtype: torch.dtype = torch.float32, resident: bool = True) -> LinkSpec:
+    slot_of = {(1, 0, piece): piece % slots for piece in range(8)}
+    return LinkSpec(0, 1, "F", dtype, CPU, slots, slot_of, (2, 70, 3), resident)
+
+
+def _meet(spec: LinkSpec, *, first_epoch: int = NEAR_WRAP, **options: Any) -> Pair:
+    from tpkernels.links.segment import connect
+    from tpkernels.links.shm import offer_segment
+
+    offer = offer_segment(spec, 7, first_epoch)
+    accepted: list[Any] = []
+    thread = threading.Thread(target=lambda: accepted.append(offer.accept(10)))
+    thread.start()
+    met = connect(offer.address, 10)
+    thread.join()
+    chosen = OPTIONS | options
+    return ShmLink(spec, met, 7, sender=True, **chosen), ShmLink(spec, accepted[0], 7, sender=False, **chosen)
+
+
+@pytest.fixture
+def meet() -> Iterator[Callable[..., Pair]]:
+    opened: list[ShmLink] = []
+
+    def make(spec: LinkSpec, **options: Any) -> Pair:
+        pair = _meet(spec, **options)
+        opened.extend(pair)
+        return pair
+
+    yield make
+    for link in opened:
+        link.close()
+
+
+def _expect(pair: Pair, count: int = 8) -> list[Key]:
+    spec = pair[0].spec
+    keys = list(spec.slot_of)[:count]
+    for link in pair:
+        link.expect([(key, spec.slot_shape) for key in keys])
+    return keys
+
+
+# ---- what a slot promises --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_every_way_to_put_arrives_bitwise_and_the_slot_is_read_in_place(
+    dtype: torch.dtype, meet: Callable[..., Pair]
+) -> None:
+    pair = sender, receiver = meet(_spec(dtype=dtype))
+    x, residual = torch.randn(2, 70, 3).to(dtype), torch.randn(2, 70, 3).to(dtype)
+    for _ in range(3):  # across the wrap of the epochs
+        keys = iter(_expect(pair))
+        for put, expected in (
+            (lambda key: sender.put(key, x), x),
+            (lambda key: sender.put(key, x.mT.contiguous().mT), x),  # strided
+            (lambda key: sender.put(key, sender.reserve(key).copy_(x)), x),
+            (lambda key: sender.put(key, x, residual), x + residual),
+            (lambda key: (sender.reserve(key), sender.put(key, x, residual)), x + residual),
+        ):
+            key = next(keys)
+            put(key)
+            taken = receiver.take(key)
+            assert torch.equal(taken, expected) and taken.data_ptr() % 64 == 0
+            assert taken.grad is None and taken.is_leaf and not taken.requires_grad
+            receiver.verify(key)
+            receiver.release(key)
+            assert taken.isnan().all()  # it was the slot itself, and a released slot holds nothing
+
+
+def test_a_copied_out_slice_outlives_its_slot(meet: Callable[..., Pair]) -> None:
+    pair = sender, receiver = meet(_spec(slots=1, resident=False))
+    taken = []
+    for key in _expect(pair):
+        sender.put(key, torch.full((2, 70, 3), float(key[2])))
+        taken.append(receiver.take(key))
+        receiver.release(key)  # the engine releases whatever the mode
+    assert [float(x.mean()) for x in taken] == list(range(8))
+    sender.finish()
+    receiver.finish()
+
+
+def test_a_put_waits_for_its_slot_and_not_longer(meet: Callable[..., Pair]) -> None:
+    pair = sender, receiver = meet(_spec(slots=1))
+    first, second = _expect(pair, 2)
+    sender.put(first, torch.zeros(2, 70, 3))
+    receiver.take(first)
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: (sender.put(second, torch.ones(2, 70, 3)), done.set()))
+    thread.start()
+    assert not done.wait(0.2)  # asleep by now
+    receiver.release(first)
+    assert done.wait(5)
+    thread.join()
+    assert torch.equal(receiver.take(second), torch.ones(2, 70, 3))
+
+
+def test_a_slot_that_changed_under_autograd_raises(meet: Callable[..., Pair]) -> None:
+    pair = sender, receiver = meet(_spec(slots=1))
+    first, second = _expect(pair, 2)
+    sender.put(first, torch.full((2, 70, 3), 2.0))
+    leaf = receiver.take(first).requires_grad_()
+    output = (leaf * leaf).sum()
+    receiver.verify(first)
+    receiver._ring.release(0, False)  # too early, as a wrong plan would
+    with pytest.raises(LinkError, match=r"slot 0 no longer holds micro 0, slice 0: .*gradients of this step are wrong"):
+        receiver.verify(first)
+    sender.put(second, torch.full((2, 70, 3), 9.0))
+    output.backward()
+    assert leaf.grad is not None and float(leaf.grad.mean()) == 18.0  # autograd itself says nothing; 4 would be right
+    with pytest.raises(LinkError, match="written over before its backward"):
+        receiver.release(first)
+
+
+def test_both_ends_keep_to_the_plans_order_and_shapes(meet: Callable[..., Pair]) -> None:
+    pair = sender, receiver = meet(_spec())
+    keys = _expect(pair, 3)
+    x = torch.zeros(2, 70, 3)
+    with pytest.raises(LinkError, match="asked for micro 0, slice 1, but the plan's next transfer is micro 0, slice 0"):
+        sender.put(keys[1], x)
+    with pytest.raises(LinkError, match=r"torch\.float64 \[2, 70, 3\], but the plan says torch\.float32 \[2, 70, 3\]"):
+        sender.put(keys[0], x.double())
+    with pytest.raises(LinkError, match="not among the 3 transfers"):
+        sender.put((1, 5, 0), x)
+    with pytest.raises(LinkError, match="asked for micro 0, slice 2, but"):
+        receiver.take(keys[2])
+    sender.put(keys[0], x)
+    with pytest.raises(LinkError, match=r"never made: .*slice 1.*slice 2"):
+        sender.finish()
+    with pytest.raises(LinkError, match="no longer holds"):
+        receiver.release(keys[0])  # never taken
+
+
+def test_memory_of_another_meeting_or_shape_is_refused() -> None:
+    from tpkernels import _core
+    from tpkernels.links.shm import ring_geometry
+
+    spec = _spec()
+    geometry = ring_geometry(spec)
+    memory = bytearray(geometry.bytes)
+    geometry.format(memory, 7, 0)
+    options = {"spin_s": 0.0, "silence_s": 1.0, "timeout_s": 1.0, "socket": -1, "pidfd": -1, "sender": True}
+    _core.Ring(memory, geometry, generation=7, **options)
+    with pytest.raises(ValueError, match=r"generation 7.*expects.*generation 8"):
+        _core.Ring(memory, geometry, generation=8, **options)
+    with pytest.raises(ValueError, match=r"2 slots of 1680 bytes.*expects.*3 slots"):
+        _core.Ring(memory, ring_geometry(_spec(slots=3)), generation=7, **options)
+    with pytest.raises(ValueError, match="does not begin with a link's header"):
+        _core.Ring(bytearray(geometry.bytes), geometry, generation=7, **options)
+
+
+def test_open_link_names_the_kinds_and_needs_a_group() -> None:
+    assert open_link("local", _spec()).kind == "local"
+    with pytest.raises(ValueError, match="unknown kind of link 'tcp'; choose local, shm, dist"):
+        open_link("tcp", _spec())
+    with pytest.raises(ValueError, match="needs a process group"):
+        open_link("shm", _spec())
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 8), st.booleans(), st.integers(0, 2**32))
+def test_a_checked_plan_of_one_link_runs_through_with_any_timing(slots: int, resident: bool, seed: int) -> None:
+    """Two stages of a schedule with one link between two threads, random naps on both sides."""
+    schedule = seq_1f1b(2, 2, 4, warmup_per_hop=2)
+    chosen = assign_slots(schedule, order=demand_order(schedule)) if resident else ring_slots(schedule, slots)
+    planned, transfers = next((link, order) for link, order in chosen.order.items() if link.direction == "F")
+    keys = [(transfer.stage, transfer.micro, transfer.slice) for transfer in transfers]
+    slot_of = {key: chosen.slot(transfer) for key, transfer in zip(keys, transfers, strict=True)}
+    spec = LinkSpec(0, 1, "F", torch.float32, CPU, chosen.slots(planned), slot_of, (1, 130, 2), resident)
+    first = (NEAR_WRAP + seed) % 2**32
+    pair = sender, receiver = _meet(spec, first_epoch=first, spin_s=(0.0, 1e-4)[seed % 2])
+    for link in pair:
+        link.expect([(key, (1, 130, 2)) for key in keys])
+
+    def send() -> None:
+        naps = random.Random(seed)
+        for index, key in enumerate(keys):
+            time.sleep(naps.choice((0, 0, 1e-4)))
+            sender.put(key, torch.full((1, 130, 2), float(index)))
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    naps = random.Random(seed + 1)
+    held: dict[int, tuple[Key, torch.Tensor]] = {}
+    for index, key in enumerate(keys):
+        slot = slot_of[key]
+        if slot in held:
+            _free(receiver, *held.pop(slot))
+        time.sleep(naps.choice((0, 0, 1e-4)))
+        held[slot] = (key, receiver.take(key))
+        assert float(held[slot][1].mean()) == index
+    for key, x in held.values():
+        _free(receiver, key, x)
+    thread.join()
+    for link in pair:
+        link.finish()
+        link.close()
+
+
+def _free(receiver: ShmLink, key: Key, x: torch.Tensor) -> None:
+    assert x.isfinite().all()
+    receiver.release(key)
+
+
+# ---- when one end fails ----------------------------------------------------------------------------------------------
+
+
+def test_a_late_peer_is_reported_with_all_there_is_to_know(meet: Callable[..., Pair]) -> None:
+    pair = _, receiver = meet(_spec(), timeout_s=0.2)
+    key = _expect(pair)[0]
+    with pytest.raises(LinkError) as caught:
+        receiver.take(key)
+    assert str(caught.value) == (
+        "link 0->1 (activations): rank 0 is alive but did not come: waited 0.2 s for stage 1, micro 0, slice 0 "
+        "(slot 0, tile 0, wanted epoch 4294967294, saw 4294967293)."
+    )
+    assert caught.value.lost_peer is None
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_a_peer_that_closes_is_noticed_at_once_but_what_came_is_good(meet: Callable[..., Pair], asleep: bool) -> None:
+    pair = sender, receiver = meet(_spec(), timeout_s=30)
+    first, second = _expect(pair, 2)
+    sender.put(first, torch.ones(2, 70, 3))
+    timer = threading.Timer(0.3 if asleep else 0.0, sender.close)
+    timer.start()
+    if not asleep:
+        timer.join()
+    assert torch.equal(receiver.take(first), torch.ones(2, 70, 3))
+    began = time.monotonic()
+    with pytest.raises(LinkError, match="rank 0 has closed the link") as caught:
+        receiver.take(second)
+    assert caught.value.lost_peer == 0 and time.monotonic() - began < 1.0
+    timer.join()
+    with pytest.raises(LinkError, match="this end was closed"):
+        sender.put(second, torch.ones(2, 70, 3))
+
+
+def test_ctrl_c_ends_a_wait(meet: Callable[..., Pair]) -> None:
+    import _thread
+
+    pair = _, receiver = meet(_spec(), timeout_s=30)
+    key = _expect(pair)[0]
+    timer = threading.Timer(0.2, _thread.interrupt_main)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        receiver.take(key)
+    timer.join()
+
+
+FAULTS = ("kill", "stop", "drop", "raise")
+
+
+@pytest.mark.timeout(90)
+def test_whatever_ends_one_process_the_other_leaves_and_nothing_stays() -> None:
+    """Three times per fault and side; `links/faults.py` reports what the survivor saw."""
+    faults = Path(__file__).parent / "links" / "faults.py"
+    before = _left_behind()
+    done = subprocess.run([sys.executable, str(faults), "3"], capture_output=True, text=True, timeout=80)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3 * len(FAULTS) * 2, done.stdout
+    state = {"kill": "is gone", "stop": "stands still", "drop": "is alive but did not come", "raise": "has closed"}
+    for line in lines:
+        fault, victim, seconds, message = line.split(" | ")
+        assert f"rank {('sender', 'receiver').index(victim)} {state[fault]}" in message, line
+        assert "wanted epoch" in message and "tile" in message and "micro 0, slice" in message
+        assert float(seconds) < 3.0, line
+    assert _left_behind() == before
+
+
+def _left_behind() -> set[str]:
+    """Files in shared memory and sockets of links, whoever's; the memory itself has no name."""
+    gc.collect()
+    sockets = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "@terapipe-" in line]
+    return {name for name in os.listdir("/dev/shm") if "terapipe" in name} | set(sockets)
