@@ -1,4 +1,4 @@
-"""register_with_transformers: attn_implementation="tpkernels" for the models of Hugging Face transformers (5 or newer).
+"""register_with_transformers: attn_implementation="tpkernels" for the models of Hugging Face transformers (4.57 or newer).
 
 Two functions under one name: attention (query [batch, heads, tokens, head_dim] -> out [batch, tokens, heads, head_dim])
 and the mask builder, which turns a model's mask rule and padding into int32 [batch, 1, tokens, 2], the interval of keys
@@ -26,7 +26,7 @@ _ROWS_AT_A_TIME = 1024  # query rows of the dense mask that exist at once while 
 def register_with_transformers(name: str = "tpkernels") -> None:
     """Make attn_implementation=`name` work in transformers models; call it before a model is built.
 
-    ValueError when transformers is not installed or older than 5.
+    ValueError when transformers is not installed or older than 4.57.
     """
     try:
         import transformers
@@ -34,12 +34,12 @@ def register_with_transformers(name: str = "tpkernels") -> None:
         from transformers.modeling_utils import AttentionInterface
     except ImportError as error:
         raise ValueError(
-            f"register_with_transformers: transformers 5 or newer is needed ({error}); pip install 'transformers>=5'"
+            f"register_with_transformers: transformers 4.57 or newer is needed ({error}); pip install 'transformers>=4.57'"
         ) from error
-    if int(transformers.__version__.split(".")[0]) < 5:
+    if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (4, 57):
         raise ValueError(
-            f"register_with_transformers: transformers {transformers.__version__} builds masks another way; 5 or newer "
-            "is needed"
+            f"register_with_transformers: transformers {transformers.__version__} builds masks another way; 4.57 or "
+            "newer is needed"
         )
     AttentionInterface.register(name, _attention)
     AttentionMaskInterface.register(name, _intervals)
@@ -96,20 +96,28 @@ def _attention(
 
 def _intervals(
     batch_size: int,
-    q_length: int,
-    kv_length: int,
+    q_length: int | None = None,
+    kv_length: int = 0,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Any = None,
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
     use_vmap: bool = False,
+    cache_position: Tensor | None = None,
     **_: Any,
 ) -> Tensor | None:
-    """transformers' mask function: None for plain causal attention, else int32 [batch, 1, q_length, 2]."""
+    """transformers' mask function: None for plain causal attention, else int32 [batch, 1, q_length, 2].
+
+    Versions before 5.4 say where the queries are by `cache_position`, later ones by q_length and q_offset.
+    """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     compiling = torch.compiler.is_compiling()
+    if cache_position is not None:
+        q_length = cache_position.shape[0]
+        q_offset = cache_position[0] if compiling else int(cache_position[0])
+    assert q_length is not None
     if attention_mask is not None and not compiling and bool(attention_mask.all()):
         attention_mask = None if attention_mask.shape[-1] >= kv_length + kv_offset else attention_mask
     plain = mask_function is None or mask_function is causal_mask_function
@@ -118,17 +126,20 @@ def _intervals(
     rows = q_length if compiling else _ROWS_AT_A_TIME
     parts = []
     for begin in range(0, q_length, max(rows, 1)):
+        end = min(begin + rows, q_length)
+        if cache_position is not None:
+            queries: dict[str, Any] = {"cache_position": cache_position[begin:end]}
+        else:
+            queries = {"q_length": end - begin, "q_offset": q_offset + begin, "device": device}
         dense = sdpa_mask(
-            batch_size,
-            min(rows, q_length - begin),
-            kv_length,
-            q_offset + begin,
-            kv_offset,
-            mask_function or causal_mask_function,
-            attention_mask,
+            batch_size=batch_size,
+            kv_length=kv_length,
+            kv_offset=kv_offset,
+            mask_function=mask_function or causal_mask_function,
+            attention_mask=attention_mask,
             allow_is_causal_skip=False,
             use_vmap=use_vmap,
-            device=device,
+            **queries,
         )
         parts.append(mask_intervals(dense))
     intervals = torch.cat(parts, 2) if len(parts) != 1 else parts[0]
