@@ -1,8 +1,8 @@
 """TritonBackend: prefix attention by Triton kernels on NVIDIA GPUs (sm_80 and newer), fp32, bf16, fp16.
 
 Also the interpreter: with TRITON_INTERPRET=1 in the environment before triton is imported, the same kernels run on CPU
-tensors, slowly, for tests. Triton 3.6 to 3.9. Tile sizes: tiles.py; launches: launch.py; kernels: forward.py,
-backward.py, backward_queries.py.
+tensors, slowly, for tests. Triton 3.6 to 3.9. Tile sizes: tiles.py; from a call to launches: problem.py,
+plan_forward.py, plan_backward.py, launch.py; kernels: forward.py, backward.py, backward_queries.py.
 
 The one trap: importing this module must work without triton and without a GPU, so everything that needs them is
 imported inside the methods.
@@ -10,12 +10,11 @@ imported inside the methods.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import math
 import os
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,13 +31,6 @@ _OLDEST, _TOO_NEW = (3, 6), (4, 0)
 
 def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
-
-
-@functools.cache
-def _launch() -> Any:
-    from tpkernels.triton import launch
-
-    return launch
 
 
 class TritonBackend:
@@ -106,8 +98,10 @@ class TritonBackend:
         deterministic: bool,
     ) -> None:
         """Writes out and lse."""
-        launch = _launch()
-        launches = launch.plan_forward(
+        from tpkernels.triton import launch
+        from tpkernels.triton.plan_forward import plan_forward
+
+        launches = plan_forward(
             q,
             k,
             v,
@@ -145,8 +139,10 @@ class TritonBackend:
         deterministic: bool,
     ) -> None:
         """Writes dq; adds into dk, dv and dsinks."""
-        launch = _launch()
-        launches = launch.plan_backward(
+        from tpkernels.triton import launch
+        from tpkernels.triton.plan_backward import plan_backward
+
+        launches = plan_backward(
             dout,
             q,
             k,
@@ -164,6 +160,7 @@ class TritonBackend:
             sinks=_fp32(sinks),
             deterministic=deterministic,
             architecture=_architecture(q.device),
+            processors=launch.processors_of(q.device),
         )
         launch.run(launches, q.device)
 

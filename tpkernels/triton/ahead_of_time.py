@@ -28,8 +28,11 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from tpkernels.mask import RawMask
-from tpkernels.triton import launch, tiles
+from tpkernels.triton import tiles
 from tpkernels.triton.launch import Launch
+from tpkernels.triton.plan_backward import plan_backward
+from tpkernels.triton.plan_forward import plan_forward
+from tpkernels.triton.problem import Lengths
 from tpkernels.triton.tiles import Tile
 
 _TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32"}
@@ -38,7 +41,8 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Subject:
-    """What to compile: the kernels of one call. kind: forward, split, backward (fast) or deterministic (backward)."""
+    """What to compile: the kernels of one call. kind: forward, split, backward (fast), deterministic (backward)
+    or few (the same for a call of few query tiles)."""
 
     kind: str
     dtype: str
@@ -79,19 +83,19 @@ def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def launches_of(subject: Subject, **tile: Tile) -> list[Launch]:
-    """The launches of a call with `subject`'s kernels: 2 sequences, 4096 keys, 1024 tokens (split: 16).
+    """The launches of a call with `subject`'s kernels: 2 sequences, 4096 keys, 1024 tokens (split, few: 16).
 
     tile: tile=, keys_tile= or queries_tile= instead of the table's, as plan_forward and plan_backward take them.
     """
     dtype = _DTYPES[subject.dtype]
     dim, value_dim = subject.head_dim, subject.value_head_dim or subject.head_dim
-    batch, keys, tokens, kv_heads = 2, 4096, 16 if subject.kind == "split" else 1024, 2
+    batch, keys, tokens, kv_heads = 2, 4096, 16 if subject.kind in ("split", "few") else 1024, 2
     features = set(subject.features)
     lengths = None
     if "varlen" in features:
         batch = 1
         cu = _meta(3, dtype=torch.int32)
-        lengths = launch.Lengths(cu, cu, tokens // 2, keys // 2)
+        lengths = Lengths(cu, cu, tokens // 2, keys // 2)
     heads = kv_heads * subject.group
     q, dout = _meta(batch, tokens, heads, dim, dtype=dtype), _meta(batch, tokens, heads, value_dim, dtype=dtype)
     k, v = _meta(batch, keys, kv_heads, dim, dtype=dtype), _meta(batch, keys, kv_heads, value_dim, dtype=dtype)
@@ -106,13 +110,13 @@ def launches_of(subject: Subject, **tile: Tile) -> list[Launch]:
         "softcap": 30.0 if "softcap" in features else 0.0,
         "sinks": sinks,
         "architecture": name,
+        "processors": 132 if subject.kind in ("split", "few") else 1,
         "lengths": lengths,
         **tile,
     }
     if subject.kind in ("forward", "split"):
-        processors = 132 if subject.kind == "split" else 1
-        return launch.plan_forward(q, k, v, out=dout, lse=lse, deterministic=False, processors=processors, **settings)
-    return launch.plan_backward(
+        return plan_forward(q, k, v, out=dout, lse=lse, deterministic=False, **settings)
+    return plan_backward(
         dout,
         q,
         k,
@@ -123,7 +127,7 @@ def launches_of(subject: Subject, **tile: Tile) -> list[Launch]:
         dk=torch.empty_like(k, dtype=torch.float32),
         dv=torch.empty_like(v, dtype=torch.float32),
         dsinks=None if sinks is None else torch.empty_like(sinks),
-        deterministic=subject.kind == "deterministic",
+        deterministic=subject.kind in ("deterministic", "few"),
         **settings,
     )
 
@@ -144,7 +148,7 @@ def compile_launch(item: Launch, capability: int) -> Any:
             integer = "i32" if -(2**31) <= value < 2**31 else "i64"
             signature[name] = "fp32" if isinstance(value, float) else integer
     source = triton.compiler.ASTSource(fn=item.kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": item.warps, "num_stages": item.stages, "enable_fp_fusion": True}
+    options = {"num_warps": item.warps, "num_stages": item.stages, "enable_fp_fusion": True, **item.limits}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 

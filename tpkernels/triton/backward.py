@@ -18,7 +18,7 @@ slices could not be the starting value.
 import triton
 import triton.language as tl
 
-from tpkernels.triton.pieces import LOG2E, end_key, first_key, first_token_at, load_tile, row_offsets, tanh
+from tpkernels.triton.pieces import LOG2E, end_key, first_key, first_token_at, load_tile, row_offsets, sees, tanh
 
 _INTEGERS = (  # taken as they are: a kernel a value of `start` or `tokens` would be a compilation a slice
     "q_batch q_token q_head k_batch k_token k_head v_batch v_token v_head out_batch out_token out_head dout_batch "
@@ -151,6 +151,7 @@ def _walk_rows(
     BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     UNIT: tl.constexpr,
+    NEAR: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
@@ -158,18 +159,33 @@ def _walk_rows(
     SIGN: tl.constexpr,
     REDUCE: tl.constexpr,
 ):
-    """Query tiles [begin, end), the last first. see_begin, see_end: the rows that see any key of the tile."""
+    """Query tiles [begin, end), the last first. see_begin, see_end: the rows that see any key of the tile.
+
+    NEAR: all offsets of rows of q and dout, in units, fit 32 bits.
+    """
     columns = tl.arange(0, BLOCK_D)
     value_columns = tl.arange(0, BLOCK_V)
+    # Where a tile holds whole tokens and no offset needs 64 bits, the rows of all full tiles lie alike: a sixth of the
+    # loop's instructions less than with offsets from each row's number, and no more registers.
+    WHOLE: tl.constexpr = NEAR and not MASKED and BLOCK_M % GROUP == 0
+    within = tl.arange(0, BLOCK_M)
+    q_within = within // GROUP * q_token + within % GROUP * q_head
+    dout_within = within // GROUP * dout_token + within % GROUP * dout_head
     for step in range(0, end - begin):
-        place = (end - 1 - step) * BLOCK_M + tl.arange(0, BLOCK_M)
+        place = (end - 1 - step) * BLOCK_M + within
         row = place - shift
         inside = (row >= see_begin) & (row < see_end)
         if MASKED:
             row = tl.maximum(row, 0)
         token = row // GROUP
-        member = row % GROUP
-        q_rows = q_ptr + (row_offsets(token, q_token, UNIT) + row_offsets(member, q_head, UNIT))[:, None]
+        if WHOLE:
+            first = ((end - 1 - step) * BLOCK_M - shift) // GROUP
+            q_rows = q_ptr + (tl.cast(q_within + first * q_token, tl.int64) * UNIT)[:, None]
+            dout_rows = dout_ptr + (tl.cast(dout_within + first * dout_token, tl.int64) * UNIT)[:, None]
+        else:
+            head = row % GROUP
+            q_rows = q_ptr + (row_offsets(token, q_token, UNIT) + row_offsets(head, q_head, UNIT))[:, None]
+            dout_rows = dout_ptr + (row_offsets(token, dout_token, UNIT) + row_offsets(head, dout_head, UNIT))[:, None]
         q = load_tile(q_rows + columns, inside, columns, MASKED, HEAD_DIM, BLOCK_D)
         lse = tl.load(lse_ptr + place)
         s = tl.dot(k, tl.trans(q), input_precision="ieee")  # [keys, rows]
@@ -177,9 +193,8 @@ def _walk_rows(
         if MASKED:
             lo = first_key(start + token, documents_ptr, token, inside, left, HAS_LEFT, HAS_DOCUMENTS)
             hi = end_key(start + token, keys, right, HAS_RIGHT)
-            visible = inside[None, :] & (key[:, None] >= lo[None, :]) & (key[:, None] < hi[None, :])
+            visible = inside[None, :] & sees(key[:, None], lo[None, :], hi[None, :], HAS_LEFT, HAS_DOCUMENTS)
             p = tl.where(visible, p, 0.0)
-        dout_rows = dout_ptr + (row_offsets(token, dout_token, UNIT) + row_offsets(member, dout_head, UNIT))[:, None]
         dout = load_tile(dout_rows + value_columns, inside, value_columns, MASKED, VALUE_DIM, BLOCK_V)
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
         delta = tl.load(delta_ptr + place)
@@ -292,6 +307,7 @@ def attention_backward_keys(
     ALIGN: tl.constexpr,
     UNIT: tl.constexpr,
     SUM_UNIT: tl.constexpr,
+    NEAR: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
@@ -377,20 +393,20 @@ def attention_backward_keys(
     dk, dv = _walk_rows(
         dk, dv, k, v, key, q_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, documents_ptr, q_token, q_head, dout_token,
         dout_head, full_end, end, see_begin, see_end, start, keys, shift, left, right, scale, multiplier,
-        cap, cap_scale, True, GROUP, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M, UNIT, HAS_LEFT, HAS_RIGHT,
-        HAS_DOCUMENTS, SOFTCAP, SIGN, REDUCE,
+        cap, cap_scale, True, GROUP, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M, UNIT, NEAR, HAS_LEFT,
+        HAS_RIGHT, HAS_DOCUMENTS, SOFTCAP, SIGN, REDUCE,
     )  # fmt: skip
     dk, dv = _walk_rows(
         dk, dv, k, v, key, q_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, documents_ptr, q_token, q_head, dout_token,
         dout_head, full_begin, full_end, see_begin, see_end, start, keys, shift, left, right, scale,
-        multiplier, cap, cap_scale, False, GROUP, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M, UNIT, HAS_LEFT,
+        multiplier, cap, cap_scale, False, GROUP, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M, UNIT, NEAR, HAS_LEFT,
         HAS_RIGHT, HAS_DOCUMENTS, SOFTCAP, SIGN, REDUCE,
     )  # fmt: skip
     dk, dv = _walk_rows(
         dk, dv, k, v, key, q_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, documents_ptr, q_token, q_head, dout_token,
         dout_head, begin, full_begin, see_begin, see_end, start, keys, shift, left, right, scale, multiplier,
-        cap, cap_scale, True, GROUP, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M, UNIT, HAS_LEFT, HAS_RIGHT,
-        HAS_DOCUMENTS, SOFTCAP, SIGN, REDUCE,
+        cap, cap_scale, True, GROUP, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M, UNIT, NEAR, HAS_LEFT,
+        HAS_RIGHT, HAS_DOCUMENTS, SOFTCAP, SIGN, REDUCE,
     )  # fmt: skip
     dk_rows, dv_rows, exists = _sum_rows(  # `zero`, or the compiler holds these in registers through the loops
         zero, dk_ptr, dv_ptr, cu_k_ptr, dk_batch, dk_token, dk_head, dv_batch, dv_token, dv_head, keys, tiles,

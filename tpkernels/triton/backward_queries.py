@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tpkernels.triton.backward import _INTEGERS, _packed_base, _weights
-from tpkernels.triton.pieces import LOG2E, end_key, first_key, load_tile, locate, row_offsets
+from tpkernels.triton.pieces import LOG2E, key_tiles, load_tile, locate, query_rows, row_offsets, sees
 
 
 @triton.jit
@@ -41,6 +41,8 @@ def _walk_keys(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SIGN: tl.constexpr,
 ):
@@ -56,7 +58,7 @@ def _walk_keys(
         dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
         ds = p * (dp - delta[:, None]) * slope * scale
         if MASKED:
-            ds = tl.where((key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None]), ds, 0.0)
+            ds = tl.where(sees(key[None, :], lo[:, None], hi[:, None], HAS_LEFT, HAS_DOCUMENTS), ds, 0.0)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     return dq
 
@@ -135,18 +137,15 @@ def attention_backward_queries(
         dout_ptr += row_offsets(batch, dout_batch, UNIT)
         k_ptr += row_offsets(batch, k_batch, UNIT)
         v_ptr += row_offsets(batch, v_batch, UNIT)
-    rows_end = tokens * GROUP
-    if row_tile * BLOCK_M >= rows_end:
+    if row_tile * BLOCK_M >= tokens * GROUP:
         return
     if HAS_DOCUMENTS:
         documents_ptr += batch * documents_batch
 
-    row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    valid = row < rows_end
-    token = row // GROUP
-    head = kv_head * GROUP + row % GROUP
-    lo = first_key(start + token, documents_ptr, token, valid, left, HAS_LEFT, HAS_DOCUMENTS)
-    hi = end_key(start + token, keys, right, HAS_RIGHT)
+    valid, token, head, lo, hi = query_rows(
+        row_tile, kv_head, start, tokens, keys, documents_ptr, left, right, GROUP, BLOCK_M, HAS_LEFT, HAS_RIGHT,
+        HAS_DOCUMENTS,
+    )  # fmt: skip
     columns = tl.arange(0, BLOCK_D)
     value_columns = tl.arange(0, BLOCK_V)
     q_rows = q_ptr + (row_offsets(token, q_token, UNIT) + row_offsets(head, q_head, UNIT))[:, None]
@@ -154,22 +153,14 @@ def attention_backward_queries(
     q = load_tile(q_rows + columns, valid, columns, True, HEAD_DIM, BLOCK_D)
     dout = load_tile(dout_rows + value_columns, valid, value_columns, True, VALUE_DIM, BLOCK_V)
     base = _packed_base(batch, kv_head, q_begin, total_tiles, batch_tiles, GROUP, ALIGN, VARLEN) + shift
+    row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     lse = tl.load(packed_lse_ptr + base + row, mask=valid, other=float("inf"))
     delta = tl.load(packed_delta_ptr + base + row, mask=valid, other=0.0)
 
-    first = row_tile * BLOCK_M // GROUP
-    last = (tl.minimum((row_tile + 1) * BLOCK_M, rows_end) - 1) // GROUP
-    see_begin = tl.maximum(first_key(start + first, documents_ptr, first, True, left, HAS_LEFT, HAS_DOCUMENTS), 0)
-    all_begin = tl.maximum(first_key(start + last, documents_ptr, last, True, left, HAS_LEFT, HAS_DOCUMENTS), 0)
-    all_end = tl.maximum(end_key(start + first, keys, right, HAS_RIGHT), 0)
-    see_end = tl.maximum(end_key(start + last, keys, right, HAS_RIGHT), 0)
-    begin = see_begin // BLOCK_N
-    end = tl.maximum((see_end + BLOCK_N - 1) // BLOCK_N, begin)
-    full_begin = begin
-    if HAS_LEFT or HAS_DOCUMENTS:
-        full_begin = tl.minimum((all_begin + BLOCK_N - 1) // BLOCK_N, end)
-    full_end = tl.maximum(tl.minimum(all_end // BLOCK_N, end), full_begin)
-
+    begin, full_begin, full_end, end, see_begin, see_end = key_tiles(
+        row_tile, 0, 1, start, tokens, keys, documents_ptr, left, right, GROUP, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT,
+        HAS_DOCUMENTS, False,
+    )  # fmt: skip
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     within = tl.arange(0, BLOCK_N)
     k_pointers = k_ptr + row_offsets(kv_head, k_head, UNIT) + row_offsets(within, k_token, UNIT)[:, None] + columns
@@ -180,18 +171,18 @@ def attention_backward_queries(
     if HAS_LEFT or HAS_DOCUMENTS:
         dq = _walk_keys(
             dq, q, dout, lse, delta, k_pointers, v_pointers, k_step, v_step, begin, full_begin, lo, hi, see_begin,
-            see_end, scale, multiplier, cap, cap_scale, True, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_N, SOFTCAP,
-            SIGN,
+            see_end, scale, multiplier, cap, cap_scale, True, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_N, HAS_LEFT,
+            HAS_DOCUMENTS, SOFTCAP, SIGN,
         )  # fmt: skip
     dq = _walk_keys(
         dq, q, dout, lse, delta, k_pointers, v_pointers, k_step, v_step, full_begin, full_end, lo, hi, see_begin,
-        see_end, scale, multiplier, cap, cap_scale, False, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_N, SOFTCAP,
-        SIGN,
+        see_end, scale, multiplier, cap, cap_scale, False, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_N, HAS_LEFT,
+        HAS_DOCUMENTS, SOFTCAP, SIGN,
     )  # fmt: skip
     dq = _walk_keys(
         dq, q, dout, lse, delta, k_pointers, v_pointers, k_step, v_step, full_end, end, lo, hi, see_begin,
-        see_end, scale, multiplier, cap, cap_scale, True, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_N, SOFTCAP,
-        SIGN,
+        see_end, scale, multiplier, cap, cap_scale, True, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_N, HAS_LEFT,
+        HAS_DOCUMENTS, SOFTCAP, SIGN,
     )  # fmt: skip
     row_tile, _, kv_head, batch, q_begin, tokens = locate(zero, cu_q_ptr, most_tokens, kv_heads, tiles, 1, VARLEN)
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)

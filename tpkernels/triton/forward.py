@@ -13,7 +13,17 @@ tiles do the same arithmetic (explicit fma): that makes results bitwise independ
 import triton
 import triton.language as tl
 
-from tpkernels.triton.pieces import LN2, LOG2E, end_key, first_key, load_tile, locate, row_offsets, tanh
+from tpkernels.triton.pieces import (
+    LN2,
+    LOG2E,
+    key_tiles,
+    load_tile,
+    locate,
+    query_rows,
+    row_offsets,
+    sees,
+    tanh,
+)
 
 _INTEGERS = (  # taken as they are: a kernel a value of `start` or `tokens` would be a compilation a slice
     "q_batch q_token q_head k_batch k_token k_head v_batch v_token v_head out_split out_batch out_token out_head "
@@ -23,7 +33,7 @@ _INTEGERS = (  # taken as they are: a kernel a value of `start` or `tokens` woul
 
 @triton.jit
 def _scores(q, k, cap, cap_scale, SOFTCAP: tl.constexpr, SIGN: tl.constexpr):
-    """[rows, keys] in units of |scale| (softcap: natural units)."""
+    """[rows, keys], to be multiplied by `multiplier` for base 2."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if SOFTCAP:
         s = cap * tanh(s * cap_scale)
@@ -36,7 +46,7 @@ def _scores(q, k, cap, cap_scale, SOFTCAP: tl.constexpr, SIGN: tl.constexpr):
 def _walk(
     acc,
     total,
-    largest,
+    peak,
     q,
     k_pointers,
     v_pointers,
@@ -57,10 +67,15 @@ def _walk(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SIGN: tl.constexpr,
 ):
-    """Key tiles [begin, end). largest: running maximum of the scores; acc and total are relative to it."""
+    """Key tiles [begin, end). peak: largest score so far in base 2, as rounded; acc and total are relative to it.
+
+    It is the rounded one that is kept: where it stays, acc and total are multiplied by exactly 1, however many tiles.
+    """
     columns = tl.arange(0, BLOCK_D)
     value_columns = tl.arange(0, BLOCK_V)
     for tile in range(begin, end):
@@ -69,16 +84,16 @@ def _walk(
         k = load_tile(k_pointers + tl.cast(tile, tl.int64) * k_step, inside, columns, MASKED, HEAD_DIM, BLOCK_D)
         s = _scores(q, k, cap, cap_scale, SOFTCAP, SIGN)
         if MASKED:
-            s = tl.where((key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None]), s, -float("inf"))
-        now = tl.maximum(largest, tl.max(s, 1))
-        shift = tl.where(now == -float("inf"), 0.0, now) * multiplier
+            s = tl.where(sees(key[None, :], lo[:, None], hi[:, None], HAS_LEFT, HAS_DOCUMENTS), s, -float("inf"))
+        now = tl.maximum(peak, tl.max(s, 1) * multiplier)
+        shift = tl.where(now == -float("inf"), 0.0, now)
         p = tl.exp2(tl.fma(s, multiplier, -shift[:, None]))
-        fade = tl.exp2(tl.fma(largest, multiplier, -shift))
+        fade = tl.exp2(peak - shift)
         v = load_tile(v_pointers + tl.cast(tile, tl.int64) * v_step, inside, value_columns, MASKED, VALUE_DIM, BLOCK_V)
         total = tl.fma(total, fade, tl.sum(p, 1))
         acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-        largest = now
-    return acc, total, largest
+        peak = now
+    return acc, total, peak
 
 
 @triton.jit(do_not_specialize=_INTEGERS.split())
@@ -119,7 +134,6 @@ def attention_forward(
     right,
     zero,
     multiplier,
-    natural,
     cap,
     cap_scale,
     GROUP: tl.constexpr,
@@ -154,44 +168,27 @@ def attention_forward(
         q_ptr += row_offsets(batch, q_batch, UNIT)
         k_ptr += row_offsets(batch, k_batch, UNIT)
         v_ptr += row_offsets(batch, v_batch, UNIT)
-    rows_end = tokens * GROUP
-    if row_tile * BLOCK_M >= rows_end:
+    if row_tile * BLOCK_M >= tokens * GROUP:
         return
     if HAS_DOCUMENTS:
         documents_ptr += batch * documents_batch
 
-    row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    valid = row < rows_end
-    token = row // GROUP
-    head = kv_head * GROUP + row % GROUP
-    lo = first_key(start + token, documents_ptr, token, valid, left, HAS_LEFT, HAS_DOCUMENTS)
-    hi = end_key(start + token, keys, right, HAS_RIGHT)
+    valid, token, head, lo, hi = query_rows(
+        row_tile, kv_head, start, tokens, keys, documents_ptr, left, right, GROUP, BLOCK_M, HAS_LEFT, HAS_RIGHT,
+        HAS_DOCUMENTS,
+    )  # fmt: skip
     columns = tl.arange(0, BLOCK_D)
     value_columns = tl.arange(0, BLOCK_V)
     q_pointers = q_ptr + (row_offsets(token, q_token, UNIT) + row_offsets(head, q_head, UNIT))[:, None] + columns
     q = load_tile(q_pointers, valid, columns, True, HEAD_DIM, BLOCK_D)
 
-    # The tile's first and last row bound what any of it sees, [see_begin, see_end), and all: [all_begin, all_end).
-    first = row_tile * BLOCK_M // GROUP
-    last = (tl.minimum((row_tile + 1) * BLOCK_M, rows_end) - 1) // GROUP
-    see_begin = tl.maximum(first_key(start + first, documents_ptr, first, True, left, HAS_LEFT, HAS_DOCUMENTS), 0)
-    all_begin = tl.maximum(first_key(start + last, documents_ptr, last, True, left, HAS_LEFT, HAS_DOCUMENTS), 0)
-    all_end = tl.maximum(end_key(start + first, keys, right, HAS_RIGHT), 0)
-    see_end = tl.maximum(end_key(start + last, keys, right, HAS_RIGHT), 0)
-    begin = see_begin // BLOCK_N
-    end = tl.maximum((see_end + BLOCK_N - 1) // BLOCK_N, begin)
-    if SPLIT:
-        share = (end - begin + splits - 1) // splits
-        begin = tl.minimum(begin + split * share, end)
-        end = tl.minimum(begin + share, end)
-    full_begin = begin
-    if HAS_LEFT or HAS_DOCUMENTS:
-        full_begin = tl.minimum(tl.maximum((all_begin + BLOCK_N - 1) // BLOCK_N, begin), end)
-    full_end = tl.maximum(tl.minimum(all_end // BLOCK_N, end), full_begin)
-
+    begin, full_begin, full_end, end, see_begin, see_end = key_tiles(
+        row_tile, split, splits, start, tokens, keys, documents_ptr, left, right, GROUP, BLOCK_M, BLOCK_N, HAS_LEFT,
+        HAS_RIGHT, HAS_DOCUMENTS, SPLIT,
+    )  # fmt: skip
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
     within = tl.arange(0, BLOCK_N)
     k_pointers = k_ptr + row_offsets(kv_head, k_head, UNIT) + row_offsets(within, k_token, UNIT)[:, None] + columns
     v_pointers = v_ptr + row_offsets(kv_head, v_head, UNIT) + row_offsets(within, v_token, UNIT)[:, None]
@@ -199,20 +196,23 @@ def attention_forward(
     k_step = k_token.to(tl.int64) * (UNIT * BLOCK_N)
     v_step = v_token.to(tl.int64) * (UNIT * BLOCK_N)
     if HAS_LEFT or HAS_DOCUMENTS:
-        acc, total, largest = _walk(
-            acc, total, largest, q, k_pointers, v_pointers, k_step, v_step, begin, full_begin, lo, hi, see_begin,
-            see_end, multiplier, cap, cap_scale, True, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_N, SOFTCAP, SIGN,
+        acc, total, peak = _walk(
+            acc, total, peak, q, k_pointers, v_pointers, k_step, v_step, begin, full_begin, lo, hi, see_begin,
+            see_end, multiplier, cap, cap_scale, True, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_N, HAS_LEFT,
+            HAS_DOCUMENTS, SOFTCAP, SIGN,
         )  # fmt: skip
-    acc, total, largest = _walk(
-        acc, total, largest, q, k_pointers, v_pointers, k_step, v_step, full_begin, full_end, lo, hi, see_begin,
-        see_end, multiplier, cap, cap_scale, False, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_N, SOFTCAP, SIGN,
+    acc, total, peak = _walk(
+        acc, total, peak, q, k_pointers, v_pointers, k_step, v_step, full_begin, full_end, lo, hi, see_begin,
+        see_end, multiplier, cap, cap_scale, False, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_N, HAS_LEFT,
+        HAS_DOCUMENTS, SOFTCAP, SIGN,
     )  # fmt: skip
-    acc, total, largest = _walk(
-        acc, total, largest, q, k_pointers, v_pointers, k_step, v_step, full_end, end, lo, hi, see_begin,
-        see_end, multiplier, cap, cap_scale, True, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_N, SOFTCAP, SIGN,
+    acc, total, peak = _walk(
+        acc, total, peak, q, k_pointers, v_pointers, k_step, v_step, full_end, end, lo, hi, see_begin,
+        see_end, multiplier, cap, cap_scale, True, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_N, HAS_LEFT,
+        HAS_DOCUMENTS, SOFTCAP, SIGN,
     )  # fmt: skip
 
-    top = tl.where(largest == -float("inf"), largest, largest * natural)
+    top = peak * LN2
     empty = hi <= tl.maximum(lo, 0)
     row_tile, split, kv_head, batch, q_begin, tokens = locate(
         zero, cu_q_ptr, most_tokens, kv_heads, row_tiles, splits, VARLEN
@@ -297,17 +297,16 @@ def combine_splits(
 ):
     """out = sum of exp(lse_s) * part_s over the splits, divided by the sum of exp(lse_s) and exp(sink)."""
     pid = tl.program_id(0)
-    row = pid % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_tile = pid % row_tiles
     pid = pid // row_tiles
     kv_head = (pid % kv_heads).to(tl.int64)
     batch = (pid // kv_heads).to(tl.int64)
-    valid = row < tokens * GROUP
-    token = row // GROUP
-    head = kv_head * GROUP + row % GROUP
     if HAS_DOCUMENTS:
         documents_ptr += batch * documents_batch
-    lo = first_key(start + token, documents_ptr, token, valid, left, HAS_LEFT, HAS_DOCUMENTS)
-    hi = end_key(start + token, keys, right, HAS_RIGHT)
+    valid, token, head, lo, hi = query_rows(
+        row_tile, kv_head, start, tokens, keys, documents_ptr, left, right, GROUP, BLOCK_M, HAS_LEFT, HAS_RIGHT,
+        HAS_DOCUMENTS,
+    )  # fmt: skip
     value_columns = tl.arange(0, BLOCK_V)
     stored = valid[:, None] & (value_columns < VALUE_DIM)[None, :]
     places = (

@@ -79,6 +79,84 @@ def locate(zero, cu_q_ptr, tokens, kv_heads, row_tiles, splits, VARLEN: tl.const
 
 
 @triton.jit
+def query_rows(
+    row_tile,
+    kv_head,
+    start,
+    tokens,
+    keys,
+    documents_ptr,
+    left,
+    right,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
+):
+    """Of a tile's packed rows: valid, token, query head, and the keys [lo, hi) each sees."""
+    row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    valid = row < tokens * GROUP
+    token = row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    lo = first_key(start + token, documents_ptr, token, valid, left, HAS_LEFT, HAS_DOCUMENTS)
+    hi = end_key(start + token, keys, right, HAS_RIGHT)
+    return valid, token, head, lo, hi
+
+
+@triton.jit
+def sees(key, lo, hi, HAS_LEFT: tl.constexpr, HAS_DOCUMENTS: tl.constexpr):
+    """Which keys lie in [lo, hi), of shapes that broadcast; without a lower bound lo is 0 and costs nothing."""
+    visible = key < hi
+    if HAS_LEFT or HAS_DOCUMENTS:
+        visible = visible & (key >= lo)
+    return visible
+
+
+@triton.jit
+def key_tiles(
+    row_tile,
+    split,
+    splits,
+    start,
+    tokens,
+    keys,
+    documents_ptr,
+    left,
+    right,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """(begin, full_begin, full_end, end, see_begin, see_end): key tiles [begin, end) are this program's share, those in
+    [full_begin, full_end) are seen whole by every row; keys [see_begin, see_end) are seen by any row of the tile.
+
+    The tile's first and last row bound what any of it sees, and what all of it sees.
+    """
+    first = row_tile * BLOCK_M // GROUP
+    last = (tl.minimum((row_tile + 1) * BLOCK_M, tokens * GROUP) - 1) // GROUP
+    see_begin = tl.maximum(first_key(start + first, documents_ptr, first, True, left, HAS_LEFT, HAS_DOCUMENTS), 0)
+    all_begin = tl.maximum(first_key(start + last, documents_ptr, last, True, left, HAS_LEFT, HAS_DOCUMENTS), 0)
+    all_end = tl.maximum(end_key(start + first, keys, right, HAS_RIGHT), 0)
+    see_end = tl.maximum(end_key(start + last, keys, right, HAS_RIGHT), 0)
+    begin = see_begin // BLOCK_N
+    end = tl.maximum((see_end + BLOCK_N - 1) // BLOCK_N, begin)
+    if SPLIT:
+        share = (end - begin + splits - 1) // splits
+        begin = tl.minimum(begin + split * share, end)
+        end = tl.minimum(begin + share, end)
+    full_begin = begin
+    if HAS_LEFT or HAS_DOCUMENTS:
+        full_begin = tl.minimum(tl.maximum((all_begin + BLOCK_N - 1) // BLOCK_N, begin), end)
+    full_end = tl.maximum(tl.minimum(all_end // BLOCK_N, end), full_begin)
+    return begin, full_begin, full_end, end, see_begin, see_end
+
+
+@triton.jit
 def load_tile(pointers, rows_valid, columns, MASK_ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
     """A [rows, BLOCK] tile, zero in columns past DIM and, with MASK_ROWS, in rows that are not valid."""
     if MASK_ROWS and DIM < BLOCK:

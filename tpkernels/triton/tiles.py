@@ -2,7 +2,8 @@
 
 A row serves one (architecture, head_dim up to, dtype size, kind). Kinds: `forward` (owns query rows, walks keys),
 `keys` (backward, owns keys, walks query rows: dk, dv and the fast dq), `queries` (backward, owns query rows, walks
-keys: the deterministic dq). Rows and keys count rows of the score matrix; query rows are (token, head of the group).
+keys: the deterministic dq), `few queries` (the same where `queries` would leave multiprocessors idle: fewer rows but
+the same keys, hence the same bits). Rows and keys count rows of the score matrix; a query row is (token, head).
 
 The one trap: with deterministic=True `rows` of kind keys and `keys` of the other kinds decide where sums are cut, so
 changing a number changes results in the last bits. `python -m tpkernels.triton.tune` prints a row for this table.
@@ -16,8 +17,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-Kind = Literal["forward", "keys", "queries"]
-KINDS: tuple[Kind, ...] = ("forward", "keys", "queries")
+Kind = Literal["forward", "keys", "queries", "few queries"]
+KINDS: tuple[Kind, ...] = ("forward", "keys", "queries", "few queries")
 MAX_HEAD_DIM = 256
 
 
@@ -28,6 +29,11 @@ class Architecture:
     name: str
     capabilities: tuple[int, ...]  # compute capabilities (90 is 9.0); the first is what tests compile for
     shared_bytes: int
+
+    @property
+    def shared_bytes_of_all(self) -> int:
+        """Of all programs on a multiprocessor; each takes 1 KiB more than it asks for."""
+        return self.shared_bytes + 1024
 
 
 ARCHITECTURES = {
@@ -44,7 +50,9 @@ INTERPRETER = "interpreter"
 
 
 class Tile(NamedTuple):
-    """One row of the table. rows, keys: powers of two, 16 or more; spill_bytes: local memory a thread, known of."""
+    """One row of the table. rows, keys: powers of two, 16 or more; spill_bytes: local memory a thread, known of;
+    registers: the most a thread may take (0: all there are); residents: programs that one multiprocessor runs at once.
+    """
 
     rows: int
     keys: int
@@ -52,6 +60,8 @@ class Tile(NamedTuple):
     stages: int
     reason: str
     spill_bytes: int = 0
+    registers: int = 0
+    residents: int = 1
 
 
 _SMALL_SHARED = ("sm89", "sm120")  # 99 KiB
@@ -64,6 +74,7 @@ _TABLE: tuple[tuple[tuple[str, ...], int, int, Kind, Tile], ...] = (
     ((INTERPRETER,), 256, 4, "forward", Tile(32, 32, 4, 1, "a tile costs the same for any size: small, for edges")),
     ((INTERPRETER,), 256, 4, "keys", Tile(32, 32, 4, 1, "as forward")),
     ((INTERPRETER,), 256, 4, "queries", Tile(32, 32, 4, 1, "as forward")),
+    ((INTERPRETER,), 256, 4, "few queries", Tile(16, 32, 4, 1, "as forward")),
     # 16 bits, forward
     (("sm80",), 64, 2, "forward", Tile(128, 64, 8, 3, "flash-attn 2's tile; four warps spill 16 bytes")),
     (("sm80",), 128, 2, "forward", Tile(128, 64, 8, 3, "flash-attn 2's tile; four warps spill 400 bytes")),
@@ -122,6 +133,8 @@ def find(architecture: str, head_dim: int, dtype_bytes: int, kind: Kind) -> Tile
         interpreted = architecture == INTERPRETER and INTERPRETER in names
         if architecture in names and head_dim <= largest and kind == row_kind and (interpreted or dtype_bytes == size):
             return tile
+    if kind == "few queries":
+        return find(architecture, head_dim, dtype_bytes, "queries")
     raise ValueError(f"no {kind} tile for {architecture}, head_dim {head_dim}, dtypes of {dtype_bytes} bytes")
 
 

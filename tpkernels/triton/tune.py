@@ -19,6 +19,8 @@ import triton
 
 from tpkernels.mask import RawMask
 from tpkernels.triton import launch, tiles
+from tpkernels.triton.plan_backward import plan_backward
+from tpkernels.triton.plan_forward import plan_forward
 from tpkernels.triton.tiles import Tile
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -53,18 +55,16 @@ def milliseconds(kind: str, tile: Tile, options: argparse.Namespace, device: tor
         "softcap": 0.0,
         "sinks": None,
         "architecture": tiles.architecture(device),
+        "processors": launch.processors_of(device),
         where: tile,
     }
     if kind == "forward":
-        processors = launch.processors_of(device)
-        launches = launch.plan_forward(
-            q, k, v, out=out, lse=lse, deterministic=False, processors=processors, **settings
-        )
+        launches = plan_forward(q, k, v, out=out, lse=lse, deterministic=False, **settings)
     else:
         sums = [torch.zeros(x.shape, dtype=torch.float32, device=device) for x in (k, v)]
         gradients: dict[str, Any] = {"dq": torch.empty_like(q), "dk": sums[0], "dv": sums[1], "dsinks": None}
         deterministic = kind == "queries" or options.deterministic
-        launches = launch.plan_backward(
+        launches = plan_backward(
             dout, q, k, v, out, lse, deterministic=deterministic, **gradients, **settings
         )  # fmt: skip
     launch.run(launches, device)

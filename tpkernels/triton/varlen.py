@@ -17,7 +17,9 @@ from torch import Tensor
 
 from tpkernels.mask import RawMask
 from tpkernels.triton import launch, tiles
-from tpkernels.triton.launch import Lengths
+from tpkernels.triton.plan_backward import plan_backward
+from tpkernels.triton.plan_forward import plan_forward
+from tpkernels.triton.problem import Lengths
 
 
 class VarlenResult(NamedTuple):
@@ -68,7 +70,7 @@ def varlen_forward(
     out = torch.zeros(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), -float("inf"), dtype=torch.float32, device=q.device)
     if out.numel() and lengths.cu_q.shape[0] > 1 and lengths.max_q > 0:
-        launches = launch.plan_forward(
+        launches = plan_forward(
             q[None],
             k[None],
             v[None],
@@ -110,7 +112,7 @@ def varlen_backward(
     dv = torch.zeros(v.shape, dtype=torch.float32, device=v.device)
     dsinks = None if sinks is None else torch.zeros(q.shape[1], dtype=torch.float32, device=q.device)
     if out.numel() and k.numel() and lengths.cu_q.shape[0] > 1 and min(lengths.max_q, lengths.max_k) > 0:
-        launches = launch.plan_backward(
+        launches = plan_backward(
             dout[None],
             q[None],
             k[None],
@@ -128,6 +130,7 @@ def varlen_backward(
             sinks=sinks,
             deterministic=deterministic,
             architecture=_architecture(q.device),
+            processors=launch.processors_of(q.device),
             lengths=lengths,
         )
         launch.run(launches, q.device)

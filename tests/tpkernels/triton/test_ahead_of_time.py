@@ -97,7 +97,7 @@ def test_the_table_serves_every_call(device):
 
 def test_an_odd_stride_gives_up_wide_accesses_only_then(device):
     """The unit of strides is 16 bytes where every row of every tensor starts on 16 bytes, else one element."""
-    from tpkernels.triton.launch import strides_unit
+    from tpkernels.triton.problem import strides_unit
 
     x = torch.zeros(2, 6, 3, 40, dtype=torch.float16, device=device)
     assert strides_unit([x, x[:, 1:], x.expand(2, 6, 3, 40)]) == 8

@@ -85,12 +85,13 @@ def test_split_keys(sizes, device):
 def test_a_split_that_sees_nothing_and_rows_that_see_nothing(device):
     """flashinfer #4051, vllm #39148: merging states that are both empty gave NaN; it is out 0 and lse -inf."""
     from tpkernels.triton import launch
+    from tpkernels.triton.plan_forward import plan_forward
 
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, n, 1, 16, device=device) for n in (40, 64, 64))
     for sinks in (None, torch.full((1,), 0.5, device=device)):
         out, lse = torch.full_like(q, math.nan), torch.full((1, 1, 40), math.nan, device=device)
-        launches = launch.plan_forward(
+        launches = plan_forward(
             q, k, v, out=out, lse=lse, start=-30, mask=RawMask(True, -1, -1, None), scale=0.25, softcap=0.0,
             sinks=sinks, deterministic=False, architecture=tiles.architecture(torch.device(device)), processors=10**6,
             tile=tiles.Tile(16, 16, 4, 1, "four key tiles, so that there may be a split"),
@@ -105,12 +106,12 @@ def test_a_split_that_sees_nothing_and_rows_that_see_nothing(device):
 
 
 def test_splits_follow_from_sizes():
-    from tpkernels.triton.launch import MAX_SPLITS, choose_splits
+    from tpkernels.triton.plan_forward import MAX_SPLITS, choose_splits
 
-    assert choose_splits(programs=32, key_tiles=256, processors=132) == 4  # slice 64 behind 32k, 64/8 heads
-    assert choose_splits(programs=132, key_tiles=256, processors=132) == 1
-    assert choose_splits(programs=1, key_tiles=7, processors=132) == 1
-    assert choose_splits(programs=1, key_tiles=10_000, processors=132) == MAX_SPLITS
+    assert choose_splits(programs=32, key_tiles=256, slots=132) == 4  # slice 64 behind 32k, 64/8 heads
+    assert choose_splits(programs=132, key_tiles=256, slots=132) == 1
+    assert choose_splits(programs=1, key_tiles=7, slots=132) == 1
+    assert choose_splits(programs=1, key_tiles=10_000, slots=132) == MAX_SPLITS
 
 
 # ---- slices ----------------------------------------------------------------------------------------------------------
@@ -157,7 +158,7 @@ def test_the_invariance_unit_is_where_packed_tiles_begin(group, rows, unit, devi
 def test_packed_sequences_equal_separate_ones(q_lengths, k_lengths, causal, deterministic, device):
     """FA #443 (rows without keys), FA #2562, #1713, PR #2568 (sequences without queries or keys: gradients must be 0),
     pytorch #176793 and FA PR #2324 (rows behind the last sequence). Right: as each sequence alone, 0 elsewhere."""
-    from tpkernels.triton.launch import Lengths
+    from tpkernels.triton.problem import Lengths
     from tpkernels.triton.varlen import varlen_backward, varlen_forward
 
     torch.manual_seed(0)
@@ -205,7 +206,7 @@ def test_packed_sequences_equal_separate_ones(q_lengths, k_lengths, causal, dete
 
 
 def test_lengths_that_do_not_fit_are_refused(device):
-    from tpkernels.triton.launch import Lengths
+    from tpkernels.triton.problem import Lengths
     from tpkernels.triton.varlen import varlen_forward
 
     q = torch.randn(4, 2, 16, device=device)

@@ -174,29 +174,29 @@ def meta(*shape):
 def test_grids_have_one_dimension_that_holds_everything(batch, tokens, heads, dim, device):
     """FA PR #2260, #1311, #2611: batch times heads beyond 65535, what a grid's y and z hold. Planned, not run."""
     from tpkernels.mask import RawMask
-    from tpkernels.triton import launch
+    from tpkernels.triton.plan_backward import plan_backward
+    from tpkernels.triton.plan_forward import plan_forward
 
     x, lse = meta(batch, tokens, heads, dim), torch.empty(batch, heads, tokens, device="meta")
     settings = {"start": 0, "mask": RawMask(True, -1, -1, None), "scale": 1.0, "softcap": 0.0, "sinks": None}
     sums = torch.empty(x.shape, device="meta")
-    plans = launch.plan_forward(
-        x, x, x, out=x, lse=lse, deterministic=False, architecture="sm90", processors=132, **settings
-    )
-    plans += launch.plan_backward(
-        x, x, x, x, x, lse, dq=x, dk=sums, dv=sums, dsinks=None, deterministic=False, architecture="sm90", **settings
+    plans = plan_forward(x, x, x, out=x, lse=lse, deterministic=False, architecture="sm90", processors=132, **settings)
+    plans += plan_backward(
+        x, x, x, x, x, lse, dq=x, dk=sums, dv=sums, dsinks=None, deterministic=False, architecture="sm90",
+        processors=132, **settings,
     )  # fmt: skip
     for item in plans:
         rows = item.constants.get("BLOCK_N" if item.kernel.__name__.endswith("keys") else "BLOCK_M")
         assert item.grid >= batch * heads * -(-tokens // rows) and item.grid < 2**31
     with pytest.raises(ValueError, match=r"needs \d+ programs, more than a grid's 2147483647; split the batch"):
         huge = meta(2**28, 2, 8, 64)
-        launch.plan_forward(
+        plan_forward(
             huge, huge, huge, out=huge, lse=torch.empty(2**28, 8, 2, device="meta"), deterministic=False,
             architecture="sm90", processors=132, **settings,
         )  # fmt: skip
     with pytest.raises(ValueError, match="exceed 1073741824; use fewer tokens a call"):
         long = meta(1, 2**27 + 1, 16, 64)
-        launch.plan_forward(
+        plan_forward(
             long, long[:, :, :1], long[:, :, :1], out=long, lse=torch.empty(1, 16, 2**27 + 1, device="meta"),
             deterministic=False, architecture="sm90", processors=132, **settings,
         )  # fmt: skip
