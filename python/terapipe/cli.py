@@ -151,6 +151,27 @@ def quickstart(arguments: list[str]) -> int:
     return quickstart.run(arguments)
 
 
+def plan(arguments: list[str]) -> int:
+    """Search for the fastest plan of a step: slices, schedule, stages, replicas."""
+    from terapipe import planning
+
+    return planning.plan(arguments)
+
+
+def profile(arguments: list[str]) -> int:
+    """Measure what slices of a model cost on this machine, for plan."""
+    from terapipe import planning
+
+    return planning.profile(arguments)
+
+
+def simulate(arguments: list[str]) -> int:
+    """Show the predicted step of a plan file: table, web page, picture, Perfetto."""
+    from terapipe import planning
+
+    return planning.simulate(arguments)
+
+
 def reproduce(arguments: list[str]) -> int:
     """Replay the paper's experiments in simulation, published numbers beside."""
     from terapipe.planner import reproduce as replay
@@ -161,6 +182,9 @@ def reproduce(arguments: list[str]) -> int:
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "quickstart": quickstart,
     "train": train,
+    "plan": plan,
+    "profile": profile,
+    "simulate": simulate,
     "reproduce": reproduce,
     "bench": bench,
     "env": env,

@@ -38,6 +38,7 @@ def _require_time(what: str, value: float) -> None:
 
 
 NO_CONTEXT = Context()
+FIT_ROUNDS = 5
 
 
 class PassCost(Protocol):
@@ -71,8 +72,18 @@ class CurveCost:
         for name, value in self.context._asdict().items():
             _require_time(f"the context coefficient {name}", value)
 
+    @cached_property
+    def _known(self) -> dict[int, float]:
+        return {}
+
     def base(self, length: int) -> float:
         """At start 0."""
+        value = self._known.get(length)
+        if value is None:
+            value = self._known[length] = self._interpolate(length)
+        return value
+
+    def _interpolate(self, length: int) -> float:
         lengths, seconds = self.lengths, self.seconds
         if len(lengths) == 1 or length <= lengths[0]:
             return seconds[0]
@@ -88,14 +99,26 @@ class CurveCost:
 
     @classmethod
     def fit(cls, points: Iterable[Point]) -> CurveCost:
-        """From measured points; where a (length, start) was measured several times, give the median."""
+        """From measured points; where a (length, start) was measured several times, give the median.
+
+        Every length needs a point at start 0. What a length costs there is then told by all its points, less the
+        context term, which in turn is fitted to what is left of them: a few rounds of both.
+        """
         found = sorted(points)
         for point in found:
             _require_time(f"the measured cost of {point.length} tokens behind {point.start}", point.seconds)
         base = {point.length: point.seconds for point in found if point.start == 0}
         if not base:
             raise ValueError("a cost curve needs points at start 0, got none; measure slices without a prefix too.")
-        return cls(tuple(base), tuple(base.values()), fit_context(found, base))
+        context = fit_context(found, base)
+        for _ in range(FIT_ROUNDS):
+            left: dict[int, list[float]] = {length: [] for length in base}
+            for point in found:
+                if point.length in base:
+                    left[point.length].append(point.seconds - context(point.length, point.start))
+            base = {length: max(0.0, sum(values) / len(values)) for length, values in left.items()}
+            context = fit_context(found, base)
+        return cls(tuple(base), tuple(base.values()), context)
 
     def error(self, points: Iterable[Point]) -> FitError:
         """Of this curve on `points`."""
@@ -182,14 +205,15 @@ class LinkModel:
 class Overheads:
     """Seconds beside layers and links.
 
-    action_s: of every action (the interpreter). step_s: of a step. parameter_s: of a step for each parameter of a rank
-    (norm and update). first_gradient_s: of the first backward of a step, for each parameter (its gradient is made, not
-    added to).
+    action_s: of every action (the interpreter). step_s: of a step. The others for each parameter of a rank: norm_s of
+    the gradient's norm, update_s of the optimizer's update, first_gradient_s of the first backward of a step (its
+    gradients are made, not added to).
     """
 
     action_s: float = 0.0
     step_s: float = 0.0
-    parameter_s: float = 0.0
+    norm_s: float = 0.0
+    update_s: float = 0.0
     first_gradient_s: float = 0.0
 
     def __post_init__(self) -> None:

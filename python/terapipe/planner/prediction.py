@@ -11,13 +11,13 @@ The trap: a micro's caches are held whole from its first slice's forward to that
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from terapipe.planner.analytic import model_flops
 from terapipe.planner.costs import CostModel, StageCosts
 from terapipe.planner.hardware import HARDWARE
-from terapipe.schedule import Action, Bubble, Link, LinkCost, Plan, Simulation, simulate
+from terapipe.schedule import Bubble, Link, LinkCost, Plan, Simulation, simulate
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,13 @@ class Prediction:
     FLOPs, None where the peak is unknown."""
 
     step_s: float
+    update_s: float  # of step_s: the optimizer's
     makespan_s: float
     bubble: Bubble
     memory_bytes: tuple[float, ...]
     mfu: float | None
     simulation: Simulation
+    times: ActionTimes
 
     @property
     def bubble_share(self) -> float:
@@ -81,17 +83,20 @@ def predict(plan: Plan, costs: CostModel, layout: Layout | None = None) -> Predi
     stages = [costs.stage(first, last) for first, last in plan.stages]
     times = action_times(plan, costs, stages, layout)
     simulation = simulate(plan.schedule, times.of(plan), links=times.links)
-    step_s = simulation.makespan + beside(plan, costs, stages, layout)
+    step_s = simulation.makespan + beside(costs, stages, plan.ranks, layout)
     flops = model_flops(costs.model, tokens=plan.tokens, sequences=plan.micros * plan.micro_size * layout.data)
     peak = HARDWARE[costs.hardware].peak_flops if costs.hardware in HARDWARE else None
     devices = plan.ranks * layout.data * layout.tensor
+    parameters = [sum(stage.parameters for stage in stages[rank :: plan.ranks]) for rank in range(plan.ranks)]
     return Prediction(
         step_s=step_s,
+        update_s=costs.overheads.update_s * max(parameters),
         makespan_s=simulation.makespan,
         bubble=simulation.bubble,
         memory_bytes=memory(plan, stages, simulation, layout),
         mfu=None if peak is None else flops / (step_s * devices * float(peak)),
         simulation=simulation,
+        times=times,
     )
 
 
@@ -131,18 +136,17 @@ def _links(plan: Plan, costs: CostModel, layout: Layout) -> dict[Link, LinkCost]
     return found
 
 
-def beside(plan: Plan, costs: CostModel, stages: list[StageCosts], layout: Layout) -> float:
-    """Seconds of a step that are not in the schedule."""
+def beside(costs: CostModel, stages: Sequence[StageCosts], pipe: int, layout: Layout) -> float:
+    """Seconds of a step that are not in the schedule. Stage `chunk * pipe + rank` is on rank `rank`."""
     overhead = costs.overheads
-    by_rank = [sum(stages[s].parameters for s in plan.schedule.rank_stages(rank)) for rank in range(plan.ranks)]
-    seconds = overhead.step_s + overhead.parameter_s * max(by_rank)
-    ends = plan.schedule.stage_rank(0), plan.schedule.stage_rank(len(stages) - 1)
-    if costs.model.tied_embeddings and ends[0] != ends[1]:  # each end sends its fp32 gradient to the other
-        link = costs.link(costs.link_kind(*ends, layout.link))
+    by_rank = [sum(stage.parameters for stage in stages[rank::pipe]) for rank in range(pipe)]
+    seconds = overhead.step_s + (overhead.norm_s + overhead.update_s) * max(by_rank)
+    if costs.model.tied_embeddings and pipe > 1:  # each end sends its fp32 gradient to the other
+        link = costs.link(costs.link_kind(0, pipe - 1, layout.link))
         gradient = costs.model.vocab * costs.model.hidden * 4 / costs.tensor
         seconds += 2 * (link.latency_s + gradient / link.bytes_per_s)
     if layout.data > 1:  # a ring over the replicas, which are laid out after tensor and pipe: all gradients, twice
-        kind = costs.link_kind(0, plan.ranks * (layout.data - 1), layout.link)
+        kind = costs.link_kind(0, pipe * (layout.data - 1), layout.link)
         link = costs.link(kind)
         # "inter" is what all devices of a stage have together; here each of them reduces its own part.
         rate = link.bytes_per_s / (costs.tensor if kind == "inter" else 1)
@@ -163,11 +167,8 @@ def memory(plan: Plan, stages: list[StageCosts], simulation: Simulation, layout:
         for stage in stages
     ]
 
-    def size_of(action: Action) -> float:
-        return held[action.stage][action.slice]
-
+    peaks = simulation.peaks(lambda action: held[action.stage][action.slice])
     fixed = [stage.fixed_bytes(size, tokens, recompute=layout.recompute) for stage in stages]
     return tuple(
-        sum(fixed[stage] for stage in plan.schedule.rank_stages(rank)) + simulation.peak_live(rank, size_of)
-        for rank in range(plan.ranks)
+        sum(fixed[stage] for stage in plan.schedule.rank_stages(rank)) + peak for rank, peak in enumerate(peaks)
     )

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from terapipe.planner.costs import PASSES, CostModel
+
+if TYPE_CHECKING:
+    from terapipe.planner.plan_file import PlannedRun
+    from terapipe.planner.search import Found, Ranked, Request
+    from terapipe.schedule import Simulation
 
 SHOWN_LENGTHS = 6
 
@@ -55,6 +61,7 @@ def describe_costs(costs: CostModel) -> str:
         for kind, link in costs.links.items()
     ]
     overheads = costs.overheads
+    for_parameters = overheads.norm_s + overheads.update_s + overheads.first_gradient_s
     notes = [f"{name}: {value}" for name, value in costs.notes.items()]
     return "\n".join(
         [
@@ -63,7 +70,174 @@ def describe_costs(costs: CostModel) -> str:
             columns(rows),
             *links,
             f"beside: {seconds(overheads.action_s)} an action, {seconds(overheads.step_s)} a step, "
-            f"{seconds((overheads.parameter_s + overheads.first_gradient_s) * 1e6)} for a million parameters",
+            f"{seconds(for_parameters * 1e6)} for a million parameters",
             *notes,
         ]
     )
+
+
+# --------------------------------------------------------------------------------------------------------------- plans
+
+
+def describe_found(found: Found, request: Request, planned: PlannedRun) -> str:
+    """The chosen plan and its prediction, and for each kind of plan that lost the best of it and why it lost."""
+    best, prediction = found.best, found.best.prediction
+    memory = prediction.memory_bytes
+    lines = [
+        f"plan: {best.candidate}",
+        f"  slices of tokens: {_runs(best.candidate.slices)}",
+        f"  layers a stage (embedding and head counted): {_runs([b - a for a, b in best.candidate.stages])}",
+        f"predicted step {seconds(prediction.step_s)}: {_parts_text(best)}",
+        f"bubble {prediction.bubble_share:.1%}; memory {size(min(memory))} to {size(max(memory))} a rank, "
+        f"{_cap(request.memory_bytes)}"
+        + (f"; MFU {prediction.mfu:.1%}" if prediction.mfu is not None else "")
+        + f"; costs {planned.source}, {planned.hardware}",
+        "",
+        f"{found.candidates} plans: {len(found.ranked)} simulated, {found.ruled_out} ruled out by a bound of time or "
+        f"memory"
+        + (f", {found.left_out} left out for want of time" if found.left_out else "")
+        + f"; {found.seconds:.1f} s",
+    ]
+    rows = [["plans that lost", "step", "times", "why"]]
+    for name, one in _losers(found):
+        step = one.prediction.step_s
+        rows.append(
+            [f"{name}: {one.candidate}", seconds(step), f"{step / prediction.step_s:.3f}", _why(one, best, request)]
+        )
+    if len(rows) > 1:
+        lines.append(columns(rows))
+    return "\n".join(lines)
+
+
+def describe_run(planned: PlannedRun, simulation: Simulation) -> str:
+    """The step of a plan file, rank by rank."""
+    schedule, bubble, makespan = simulation.schedule, simulation.bubble, float(simulation.makespan)
+    rows = [["rank", "layers", "busy", "idle", "first action", "last ends", "live slices", "memory"]]
+    for rank in range(schedule.ranks):
+        stages = [planned.plan.stages[stage] for stage in schedule.rank_stages(rank)]
+        times = [(simulation.start[action], simulation.end[action]) for action in schedule[rank]]
+        busy = float(simulation.busy(rank))
+        rows.append(
+            [
+                str(rank),
+                " ".join(f"[{first}, {last})" for first, last in stages),
+                seconds(busy),
+                seconds(makespan - busy),
+                seconds(float(times[0][0])),
+                seconds(float(times[-1][1])),
+                f"{simulation.peak_live(rank)}",
+                size(planned.memory_bytes[rank]),
+            ]
+        )
+    share = {
+        name: getattr(bubble, f"{name}_s") / bubble.rank_time_s for name in ("warmup", "imbalance", "communication")
+    }
+    parts = ", ".join(f"{name} {value:.1%}" for name, value in share.items())
+    return "\n".join(
+        [
+            f"{planned.label}",
+            f"slices of tokens: {_runs(planned.plan.slices)}",
+            f"predicted step {seconds(planned.step_s)}, of it the schedule {seconds(makespan)}; bubble "
+            f"{bubble.share:.1%} ({parts}); costs {planned.source}, {planned.hardware}",
+            columns(rows),
+        ]
+    )
+
+
+def found_rows(found: Found) -> list[dict[str, Any]]:
+    """Every simulated plan, for programs."""
+    return [
+        {
+            "plan": str(one.candidate),
+            "schedule": one.candidate.schedule,
+            "slices": list(one.candidate.slices),
+            "micros": one.candidate.micros,
+            "micro_size": one.candidate.micro_size,
+            "warmup_per_hop": one.candidate.warmup_per_hop,
+            "chunks": one.candidate.chunks,
+            "pipe": one.candidate.pipe,
+            "data": one.candidate.layout.data,
+            "tensor": one.candidate.layout.tensor,
+            "recompute": one.candidate.layout.recompute,
+            "stages": [list(stage) for stage in one.candidate.stages],
+            "step_s": one.prediction.step_s,
+            "bubble_share": one.prediction.bubble_share,
+            "memory_bytes": max(one.prediction.memory_bytes),
+            "mfu": one.prediction.mfu,
+            "fits": one.fits,
+        }
+        for one in found.ranked
+    ]
+
+
+def _losers(found: Found) -> list[tuple[str, Ranked]]:
+    """The runner-up, and the best of each kind that is not the chosen plan's."""
+    best = found.best.candidate
+    kinds: dict[str, Callable[[Ranked], bool]] = {
+        "runner-up": lambda one: True,
+        "without slices": lambda one: len(one.candidate.slices) == 1,
+        "with slices": lambda one: len(one.candidate.slices) > 1,
+        "another schedule": lambda one: one.candidate.schedule != best.schedule,
+        "another pipe, data, tensor": lambda one: (
+            (one.candidate.pipe, one.candidate.layout.data, one.candidate.layout.tensor)
+            != (best.pipe, best.layout.data, best.layout.tensor)
+        ),
+        "recompute": lambda one: one.candidate.layout.recompute and not best.layout.recompute,
+        "no recompute": lambda one: best.layout.recompute and not one.candidate.layout.recompute,
+        "does not fit": lambda one: not one.fits,
+    }
+    chosen: dict[str, Ranked] = {}
+    for name, belongs in kinds.items():
+        for one in found.ranked:
+            same = one is found.best or any(one is other for other in chosen.values())
+            if belongs(one) and (one.fits or name == "does not fit"):
+                if not same:
+                    chosen[name] = one
+                break
+    return list(chosen.items())
+
+
+def _parts(one: Ranked) -> dict[str, float]:
+    """Seconds of a step by what they are spent on, means over ranks."""
+    prediction = one.prediction
+    bubble, ranks = prediction.bubble, one.candidate.pipe
+    return {
+        "work": prediction.makespan_s - bubble.idle_s / ranks,
+        "warm-up": bubble.warmup_s / ranks,
+        "unequal slices and stages": bubble.imbalance_s / ranks,
+        "links": bubble.communication_s / ranks,
+        "reduction and update": prediction.step_s - prediction.makespan_s,
+    }
+
+
+def _parts_text(one: Ranked) -> str:
+    return ", ".join(
+        f"{name} {seconds(value)}" for name, value in _parts(one).items() if value > 0.0005 * one.prediction.step_s
+    )
+
+
+def _why(loser: Ranked, best: Ranked, request: Request) -> str:
+    if not loser.fits:
+        needs = max(loser.prediction.memory_bytes)
+        return f"needs {size(needs)}, {size(needs - request.memory_bytes)} too much"
+    mine, its = _parts(best), _parts(loser)
+    more = {name: its[name] - mine[name] for name in its}
+    name = max(more, key=lambda key: more[key])
+    if loser.prediction.step_s <= best.prediction.step_s * 1.0005:
+        return "as fast"
+    return f"{seconds(more[name])} more for {name}"
+
+
+def _cap(memory: float) -> str:
+    return "no cap" if memory == float("inf") else f"cap {size(memory)}"
+
+
+def _runs(values: Sequence[int]) -> str:
+    """`3 x 128, 64`: equal neighbours together."""
+    parts: list[list[int]] = []
+    for value in values:
+        if parts and parts[-1][1] == value:
+            parts[-1][0] += 1
+        else:
+            parts.append([1, value])
+    return ", ".join(f"{count} x {value}" if count > 1 else str(value) for count, value in parts)

@@ -10,7 +10,9 @@ import dataclasses
 import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from terapipe.models.config import ModelConfig
 from terapipe.models.presets import BYTE_VOCAB
@@ -25,7 +27,7 @@ class ModelSettings:
     """A named model, and what differs from it. A size that follows from another (head_dim from hidden and heads) is
     derived again when that one changes."""
 
-    preset: str = "debug"
+    preset: Annotated[str, tyro.conf.arg(aliases=("--model",))] = "debug"
     """Named model: debug, quickstart, gpt3_1b, gpt3_13b, gpt3_44b, gpt3_175b, llama3_8b, llama3_70b."""
     vocab: int | None = None
     hidden: int | None = None

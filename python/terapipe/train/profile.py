@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import platform
+import random
 import statistics
 import time
 from collections import defaultdict
@@ -37,7 +38,7 @@ from terapipe.train.config import OptimizerSettings
 from terapipe.train.optimizer import Optimizer
 from terapipe.train.step_times import barrier
 from tpkernels import Mask
-from tpkernels.links import DistLink, LinkSpec
+from tpkernels.links import LinkSpec, open_link, shm_missing
 from tpkernels.prefix_cache import LENGTH
 
 BLOCKS = 2  # measured at once: their weights push each other out of the cache, as in a stage
@@ -103,20 +104,24 @@ class Profiler:
         self._samples: dict[int, Samples] = {size: defaultdict(list) for size in self.micro_sizes}
         self._bench = _Bench(model, DTYPES[dtype])
         self._overheads: list[list[float]] = []
-        self._link: LinkModel | None = None
+        self._links: dict[str, LinkModel] = {}
 
     def run_round(self, progress: Callable[[str], None] = lambda line: None) -> None:
         """Measure everything once. Several rounds, minutes apart, see a machine whose speed drifts as a run does."""
-        if self._link is None and dist.is_initialized() and dist.get_world_size() > 1:
-            self._link = measure_link()
+        if not self._links and dist.is_initialized() and dist.get_world_size() > 1:
+            self._links = measure_links()
         for size in self.micro_sizes:
-            for point in self.grid.points(self.tokens):
+            points = list(self.grid.points(self.tokens))
+            random.Random(len(self._overheads)).shuffle(points)  # a slow minute must not hit one length alone
+            for point in points:
                 progress(f"micro size {size}: {point.length} tokens behind {point.start}")
                 self._bench.measure(
                     point.length, point.start, tokens=self.tokens, micro_size=size, samples=self._samples[size]
                 )
         progress("overheads")
-        self._overheads.append(measure_overheads(self._bench, OptimizerSettings(), self._link))
+        self._overheads.append(
+            measure_overheads(self._bench, OptimizerSettings(), next(iter(self._links.values()), None))
+        )
 
     def costs(self) -> CostModel:
         """The cost model, the same on every rank."""
@@ -140,7 +145,7 @@ class Profiler:
             dtype=self.dtype,
             max_tokens=self.tokens,
             layers=layers,
-            links={"local": LinkModel(0.0, 1e15)} if self._link is None else {"dist": self._link},
+            links=self._links or {"local": LinkModel(0.0, 1e15)},
             overheads=Overheads(*(statistics.median(values) for values in zip(*self._overheads, strict=True))),
             notes={
                 "error on held-out points": {
@@ -370,43 +375,49 @@ def _points(samples: Samples) -> dict[str, dict[str, list[Point]]]:
 # ---------------------------------------------------------------------------------------------------- links, overheads
 
 
-def measure_link() -> LinkModel:
-    """Latency and bandwidth of a "dist" link between ranks 0 and 1, from transfers there and back."""
-    rank = dist.get_rank()
-    groups = {way: dist.new_group([0, 1]) for way in ("F", "B")}
+def measure_links() -> dict[str, LinkModel]:
+    """Latency and bandwidth between ranks 0 and 1 by kind of link, from transfers there and back; the kind that the
+    engine would choose first."""
+    kinds = ["dist"] if shm_missing() else ["shm", "dist"]
+    everyone = dist.new_group(backend="gloo")
+    return {kind: _measure_link(kind, everyone) for kind in kinds}
+
+
+def _measure_link(kind: str, everyone: dist.ProcessGroup) -> LinkModel:
+    rank, key = dist.get_rank(), (0, 0, 0)
+    groups = [dist.new_group([0, 1]) if kind == "dist" else everyone for _ in range(2)]
     times: list[tuple[int, float]] = []
     if rank < 2:
-        for number, size in enumerate(LINK_BYTES):
-            out, back = (_link(way, groups[way], size) for way in ("F", "B"))
-            mine, other = (out, back) if rank == 0 else (back, out)
-            x = torch.zeros(size, dtype=torch.uint8)
-            seconds = []
-            for turn in range(3 + MOST_REPEATS):
-                key = (0, number, turn)
-                for link in (mine, other):
+        cpu, shape = torch.device("cpu"), (max(LINK_BYTES),)
+        out, back = (
+            open_link(kind, LinkSpec(end, 1 - end, way, torch.uint8, cpu, 1, {key: 0}, shape), group=group)
+            for end, way, group in zip((0, 1), "FB", groups, strict=True)
+        )
+        for size in LINK_BYTES:
+            x, seconds = torch.zeros(size, dtype=torch.uint8), []
+            for _ in range(3 + MOST_REPEATS):
+                for link in (out, back):
                     link.expect([(key, (size,))])
                 began = time.perf_counter()
                 if rank == 0:
-                    mine.put(key, x)
-                    other.take(key)
+                    out.put(key, x)
+                    back.take(key)
+                    back.release(key)
                 else:
-                    other.take(key)
-                    mine.put(key, x)
-                for link in (mine, other):
+                    out.take(key)
+                    out.release(key)
+                    back.put(key, x)
+                for link in (out, back):
                     link.finish()
                 seconds.append((time.perf_counter() - began) / 2)
             times.append((size, statistics.median(seconds[3:])))
+        for link in (out, back):
+            link.close()
     shared = [times]
     dist.broadcast_object_list(shared, src=0)
     rows = [[1 / seconds, size / seconds] for size, seconds in shared[0]]
     latency, per_byte = non_negative_least_squares(rows, [1.0] * len(rows))
     return LinkModel(latency, 1 / max(per_byte, 1e-15))
-
-
-def _link(way: str, group: dist.ProcessGroup, size: int) -> DistLink:
-    source = 0 if way == "F" else 1
-    slots = {(0, number, turn): 0 for number in range(len(LINK_BYTES)) for turn in range(3 + MOST_REPEATS)}
-    return DistLink(LinkSpec(source, 1 - source, way, torch.uint8, torch.device("cpu"), 1, slots), group)
 
 
 class _Nothing(nn.Module):
@@ -425,20 +436,32 @@ def measure_overheads(bench: _Bench, settings: OptimizerSettings, link: LinkMode
     """What actions, steps and parameters cost beside layers and links: the fields of `Overheads`, mean over ranks."""
     slices = 64
     action_s = _step_of_nothing(ranks=1, slices=slices, links="local") / (2 * slices)
-    step_s = 0.0
-    if link is not None:
-        ranks = dist.get_world_size()
-        plan = make_plan(layers=ranks, ranks=ranks, slices=1, tokens=1)
-        cost = LinkCost(link.latency_s, link.bytes_per_s, 4)
-        explained = simulate(plan.schedule, lambda action: action_s, links=cost).makespan
-        step_s = max(0.0, _step_of_nothing(ranks=ranks, slices=1, links="dist") - explained)
-    found = torch.tensor([action_s, step_s, _update_seconds(bench, settings), bench.first_gradient_s()])
+    step_s = 0.0 if link is None else _step_seconds(action_s, link)
+    norm_s, update_s = _norm_seconds(bench), _update_seconds(bench, settings)
+    found = torch.tensor([action_s, step_s, norm_s, update_s, bench.first_gradient_s()], dtype=torch.float64)
     if dist.is_initialized():
-        found = found.double()
         dist.all_reduce(found)
         found /= dist.get_world_size()
     values: list[float] = found.tolist()
     return values
+
+
+def measure_host() -> tuple[dict[str, LinkModel], Overheads]:
+    """Links, and what actions and steps cost this host where one rank at a time is at work; a collective call."""
+    links = measure_links()
+    first = dist.get_rank() == 0
+    shared = [_step_of_nothing(ranks=1, slices=64, links="local") / 128 if first else 0.0]
+    dist.broadcast_object_list(shared, src=0)
+    return links, Overheads(action_s=shared[0], step_s=_step_seconds(shared[0], next(iter(links.values()))))
+
+
+def _step_seconds(action_s: float, link: LinkModel) -> float:
+    """What a step over all ranks takes beyond its actions and transfers."""
+    ranks = dist.get_world_size()
+    plan = make_plan(layers=ranks, ranks=ranks, slices=1, tokens=1)
+    cost = LinkCost(link.latency_s, link.bytes_per_s, 4)
+    explained = simulate(plan.schedule, lambda action: action_s, links=cost).makespan
+    return max(0.0, _step_of_nothing(ranks=ranks, slices=1, links="auto") - float(explained))
 
 
 def _step_of_nothing(*, ranks: int, slices: int, links: str) -> float:
@@ -455,18 +478,29 @@ def _step_of_nothing(*, ranks: int, slices: int, links: str) -> float:
     return statistics.median(seconds[2:])
 
 
+def _norm_seconds(bench: _Bench) -> float:
+    """Of the gradient's norm, for each parameter."""
+    gradients = [p.grad for p in bench.parameters if p.grad is not None]
+
+    def run() -> None:
+        torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]).tolist()
+
+    return _median_seconds(run) / sum(gradient.numel() for gradient in gradients)
+
+
 def _update_seconds(bench: _Bench, settings: OptimizerSettings) -> float:
-    """Of the gradient's norm and the optimizer's update, for each parameter."""
+    """Of the optimizer's update, for each parameter."""
     named = {f"{name}.{local}": p for name, layer in bench.layers.items() for local, p in layer.named_parameters()}
     optimizer = Optimizer(named, settings, steps=1000)
+    seconds = _median_seconds(lambda: optimizer.step(1.0))
+    return seconds / sum(parameter.numel() for parameter in named.values())
+
+
+def _median_seconds(run: Callable[[], Any]) -> float:
     seconds = []
     for _ in range(MOST_REPEATS):
-        for parameter in named.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
         barrier()
         began = time.perf_counter()
-        torch.stack([torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in named.values()]).tolist()
-        optimizer.step(1.0)
+        run()
         seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[1:]) / sum(parameter.numel() for parameter in named.values())
+    return statistics.median(seconds[1:])

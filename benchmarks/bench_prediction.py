@@ -1,0 +1,367 @@
+"""Predicted against measured step time: real models on two real ranks, and stages that sleep their cost on more.
+
+A case is a model and a sequence length. In one launch the profiler and all variants (numbers of slices, uneven ones,
+the planner's own pick) take turns for a few rounds, so that profile and steps see the same machine, whose speed drifts
+by several per cent within minutes. A turn that others disturbed (`terapipe.train.foreign_load`) is repeated. The
+prediction is then made from the profile alone; nothing in it comes from the steps.
+
+Cases of kind "sleep" have stages that do nothing but sleep what a model of costs says, one process a stage: cores do
+not multiply, so this tests simulator, links and host overhead with more ranks than cores.
+
+Every case is a part of its own (`parts=` of `run`, or the names behind `python -m benchmarks.bench_prediction`), since
+all of them take half an hour: finished parts are kept in the folder that TERAPIPE_PARTS names and not run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from terapipe.planner.costs import CostModel
+    from terapipe.schedule import Plan
+
+Row = dict[str, Any]
+MODULE = "benchmarks.bench_prediction"
+REPEATS = 4  # of a turn that others disturbed
+
+
+@dataclass(frozen=True)
+class Case:
+    """`hidden`, `layers`, ... of a model; `rounds` of profile and steps."""
+
+    name: str
+    kind: str  # "real", "sleep"
+    ranks: int
+    tokens: int
+    hidden: int = 0
+    layers: int = 0
+    heads: int = 0
+    family: str = "llama"
+    vocab: int = 257
+    micros: int = 1
+    rounds: int = 3
+    slices: tuple[int, ...] = (1, 2, 4, 8, 16)
+
+
+CASES = (
+    Case("small, 1024 tokens", "real", 2, 1024, hidden=256, layers=4, heads=4, rounds=5),
+    Case("small, 2048 tokens", "real", 2, 2048, hidden=256, layers=4, heads=4, rounds=4),
+    Case("small, 4096 tokens", "real", 2, 4096, hidden=256, layers=4, heads=4, rounds=2),
+    Case("narrow, 8192 tokens", "real", 2, 8192, hidden=128, layers=2, heads=2, rounds=2),
+    Case("wide, 1024 tokens", "real", 2, 1024, hidden=512, layers=4, heads=8, rounds=3),
+    Case("wide, 2048 tokens", "real", 2, 2048, hidden=512, layers=2, heads=8, rounds=3),
+    Case("gpt, 2048 tokens", "real", 2, 2048, hidden=256, layers=4, heads=4, family="gpt", vocab=2000, rounds=3),
+    Case("4 micros, 1024 tokens", "real", 2, 1024, hidden=256, layers=2, heads=4, micros=4, rounds=3, slices=(1, 2, 4)),
+    Case("sleep, 4 ranks", "sleep", 4, 4096, slices=(1, 2, 4, 8, 16, 32)),
+    Case("sleep, 4 ranks, 4 micros", "sleep", 4, 4096, micros=4, slices=(1, 2, 4, 8)),
+    Case("sleep, 8 ranks", "sleep", 8, 8192, slices=(1, 4, 8, 16, 32)),
+)
+
+
+def run(parts: Iterable[str] | None = None) -> list[Row]:
+    """One row a variant: `predicted_ms`, `measured_ms`, `error`, and of the planner's pick `over_best`."""
+    from terapipe.engine import launch
+
+    if "RANK" in os.environ:
+        raise RuntimeError("this benchmark starts its own workers")
+    wanted = set(parts or ()) or {case.name for case in CASES}
+    unknown = wanted - {case.name for case in CASES}
+    if unknown:
+        raise ValueError(f"unknown parts {sorted(unknown)}; known: {', '.join(case.name for case in CASES)}")
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(os.environ.get("TERAPIPE_PARTS", scratch))
+        for index, case in enumerate(CASES):
+            if case.name not in wanted:
+                continue
+            file = folder / f"{index}.json"
+            if not file.exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                command = [sys.executable, "-m", MODULE, "--part", str(index), str(file)]
+                status = launch.run_workers(command, case.ranks, threads=1)
+                if status != 0:
+                    raise RuntimeError(f"part {case.name!r} ended with status {status}; its message is above.")
+            rows += json.loads(file.read_text())
+    return rows
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Measured over predicted, with the lines of 5 and 12 per cent."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 6), layout="constrained")
+    axes = figure.subplots()
+    for name in dict.fromkeys(row["case"] for row in rows):
+        mine = [row for row in rows if row["case"] == name]
+        axes.loglog([r["predicted_ms"] for r in mine], [r["measured_ms"] for r in mine], "o", label=name, markersize=4)
+    ends = [f(row["predicted_ms"] for row in rows) for f in (min, max)]
+    for factor, style in ((1.0, "k-"), (1.05, "k--"), (0.95, "k--"), (1.12, "k:"), (0.88, "k:")):
+        axes.loglog(ends, [factor * end for end in ends], style, linewidth=0.7)
+    axes.set_xlabel("predicted step, ms")
+    axes.set_ylabel("measured step, ms (median)")
+    axes.legend(fontsize="x-small")
+    figure.savefig(path, dpi=150)
+
+
+def summary(rows: list[Row]) -> str:
+    """What the rows say about the goals."""
+    lines = []
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        errors = [abs(row["error"]) for row in rows if row["kind"] == kind]
+        picks = [row["over_best"] for row in rows if row["kind"] == kind and row["over_best"] is not None]
+        lines.append(
+            f"{kind}: {len(errors)} steps, error median {statistics.median(errors):.1%}, largest {max(errors):.1%}; "
+            f"the planner's pick over the best of the sweep: " + ", ".join(f"{pick:+.1%}" for pick in picks)
+        )
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------------------- workers
+
+
+def _work(case: Case) -> list[Row]:
+    from terapipe.engine import launch
+
+    world = launch.initialize()
+    try:
+        rows = _real(case) if case.kind == "real" else _sleep(case)
+    finally:
+        launch.shutdown()
+    return rows if world.rank == 0 else []
+
+
+def _real(case: Case) -> list[Row]:
+    from terapipe.engine import Pipeline
+    from terapipe.models import layers, tied_parameters
+    from terapipe.models.presets import gpt, llama
+    from terapipe.train.data import Synthetic
+    from terapipe.train.profile import Grid, Profiler
+
+    sizes = {"hidden": case.hidden, "layers": case.layers, "heads": case.heads, "vocab": case.vocab}
+    if case.family == "gpt":
+        model = gpt(**sizes, max_tokens=case.tokens)
+    else:
+        model = llama(**sizes, kv_heads=case.heads // 2, ffn_hidden=4 * case.hidden, max_tokens=case.tokens)
+    tokens = case.tokens
+    lengths = tuple(sorted({tokens // count for count in (1, 2, 3, 4, 8, 16)}))
+    profiler = Profiler(model, tokens=tokens, grid=Grid(lengths, (0, tokens // 2)))
+    profiler.run_round()
+    batch = Synthetic(tokens=tokens, vocab=model.vocab, sequences=case.micros).train(0)
+    with contextlib.ExitStack() as closing:
+        plans = _plans(case, profiler.costs())
+        steps: dict[str, Callable[[], Any]] = {}
+        for name, plan in plans.items():
+            pipeline = closing.enter_context(
+                Pipeline(layers(model), plan, hidden_size=model.hidden, ties=tied_parameters(model))
+            )
+            steps[name] = partial(pipeline.step, batch)
+        seconds: dict[str, list[float]] = {name: [] for name in steps}
+        loads: dict[str, list[float]] = {name: [] for name in steps}
+        for number in range(case.rounds):
+            _measure(steps, seconds, loads, turn=3 if number == 0 else 2)
+            if number + 1 < case.rounds:
+                profiler.run_round()
+    return _rows(case, plans, profiler.costs(), seconds, loads)
+
+
+def _sleep(case: Case) -> list[Row]:
+    """Costs by the analytic model on the slowest hardware; the measured overheads of this machine are added."""
+    import dataclasses
+
+    from terapipe.engine import Pipeline
+    from terapipe.models.presets import gpt
+    from terapipe.planner.analytic import analytic_costs
+    from terapipe.planner.hardware import HARDWARE
+    from terapipe.train.profile import measure_host
+
+    model = gpt(hidden=1024, layers=case.ranks * 2 - 2, heads=16, vocab=1000, max_tokens=case.tokens)
+    model = dataclasses.replace(model, tied_embeddings=False)
+    costs = analytic_costs(model, HARDWARE["v100-p3.16xlarge"], max_tokens=case.tokens)
+    links, overheads = measure_host()
+    width = 64  # of what is handed on; the sleeping layers do not compute with it
+    costs = dataclasses.replace(
+        costs,
+        model=dataclasses.replace(model, hidden=width, heads=1, head_dim=0, ffn_hidden=0, kv_heads=0),
+        dtype="fp32",
+        devices_per_node=None,
+        links=links,
+        overheads=overheads,
+    )
+    import torch
+
+    from terapipe.engine import Batch
+
+    tokens = torch.zeros(case.micros, case.tokens, dtype=torch.int64)
+    batch = Batch(tokens, tokens)
+    with contextlib.ExitStack() as closing:
+        plans = _plans(case, costs)
+        steps: dict[str, Callable[[], Any]] = {}
+        for name, plan in plans.items():
+            parts = [_sleeper(costs, index, width) for index in range(costs.num_layers)]
+            pipeline = closing.enter_context(Pipeline(parts, plan, hidden_size=width, loss=lambda x, targets: x.sum()))
+            steps[name] = partial(pipeline.step, batch)
+        seconds: dict[str, list[float]] = {name: [] for name in steps}
+        loads: dict[str, list[float]] = {name: [] for name in steps}
+        for _ in range(case.rounds):
+            _measure(steps, seconds, loads, turn=3)
+    return _rows(case, plans, costs, seconds, loads)
+
+
+def _sleeper(costs: CostModel, index: int, width: int) -> nn.Module:
+    import torch
+    from torch import nn
+
+    class Sleep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, start: int) -> torch.Tensor:
+            ctx.at = (1, x.shape[1], start)
+            _nap(costs.stage(index, index + 1).forward(*ctx.at))
+            return x.unsqueeze(-1).expand(*x.shape, width).float() if x.dim() == 2 else x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, None]:
+            _nap(costs.stage(index, index + 1).backward(*ctx.at))
+            return gradient if index else None, torch.zeros(1), None
+
+    class Sleeper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1))
+
+        def forward(self, hidden: torch.Tensor, cache: Any, mask: Any, positions: torch.Tensor) -> torch.Tensor:
+            return Sleep.apply(hidden, self.weight, int(positions[0, 0]))
+
+    return Sleeper()
+
+
+def _nap(seconds: float) -> None:
+    """Sleep, and spin the last stretch, which the kernel rounds up."""
+    until = time.perf_counter() + seconds
+    if seconds > 2e-4:
+        time.sleep(seconds - 1.5e-4)
+    while time.perf_counter() < until:
+        pass
+
+
+def _plans(case: Case, costs: CostModel) -> dict[str, Plan]:
+    """Equal slices in several numbers, slices of equal cost, and what the planner would run."""
+    from terapipe.planner.search import Request, search
+    from terapipe.planner.slicing import equal_cost_slices
+    from terapipe.schedule import make_plan
+
+    common: dict[str, Any] = {
+        "layers": costs.num_layers,
+        "ranks": case.ranks,
+        "tokens": case.tokens,
+        "micros": case.micros,
+    }
+    plans = {f"{count} slices": make_plan(slices=count, **common) for count in case.slices}
+    unit = case.tokens // 64
+    table = costs.stage(1, 2).slice_costs(1, unit=unit, units=64)
+    uneven = tuple(length * unit for length in equal_cost_slices(table, slices=6).slices)
+    plans["6 slices of equal cost"] = make_plan(slices=uneven, **common)
+    if case.micros > 1:
+        plans["seq_1f1b, 4 slices"] = make_plan(slices=4, schedule="seq_1f1b", warmup_per_hop=2, **common)
+    found = search(
+        Request(
+            ranks=case.ranks,
+            tokens=case.tokens,
+            batch=case.micros,
+            memory_bytes=float("inf"),
+            unit=unit,
+            schedules=("gpipe", "one_f_one_b", "terapipe", "seq_1f1b"),
+            recompute=(False,),
+            data=(1,),
+            micro_sizes=(1,),
+        ),
+        lambda tensor: costs,
+    )
+    plans[f"pick: {found.best.candidate.schedule}, {len(found.best.candidate.slices)} slices"] = (
+        found.best.candidate.plan()
+    )
+    return plans
+
+
+def _measure(
+    steps: Mapping[str, Callable[[], Any]], seconds: dict[str, list[float]], loads: dict[str, list[float]], *, turn: int
+) -> None:
+    """A turn of every variant; the first step of a turn does not count."""
+    from terapipe.train.foreign_load import LIMIT, foreign_cores, sample
+    from terapipe.train.step_times import barrier
+
+    for name, step in steps.items():
+        for _ in range(REPEATS):
+            taken = []
+            step()
+            before = sample()
+            for _ in range(turn - 1):
+                barrier()
+                began = time.perf_counter()
+                step()
+                taken.append(time.perf_counter() - began)
+            load = foreign_cores(before, sample())
+            if load <= LIMIT:
+                break
+        seconds[name] += taken
+        loads[name].append(load)
+
+
+def _rows(
+    case: Case,
+    plans: Mapping[str, Plan],
+    costs: CostModel,
+    seconds: Mapping[str, list[float]],
+    loads: Mapping[str, list[float]],
+) -> list[Row]:
+    from terapipe.planner.prediction import predict
+
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    best = min(value for name, value in medians.items() if not name.startswith("pick"))
+    rows = []
+    for name, plan in plans.items():
+        prediction = predict(plan, costs)
+        predicted = prediction.step_s - prediction.update_s  # the optimizer's work is not part of `Pipeline.step`
+        rows.append(
+            {
+                "case": case.name,
+                "kind": case.kind,
+                "variant": name,
+                "predicted_ms": predicted * 1e3,
+                "measured_ms": medians[name] * 1e3,
+                "low_ms": min(seconds[name]) * 1e3,
+                "high_ms": max(seconds[name]) * 1e3,
+                "error": predicted / medians[name] - 1,
+                "over_best": medians[name] / best - 1 if name.startswith("pick") else None,
+                "bubble": prediction.bubble_share,
+                "steps": len(seconds[name]),
+                "foreign_cores": max(loads[name]),
+            }
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--part"]:
+        found = _work(CASES[int(sys.argv[2])])
+        if found:
+            Path(sys.argv[3]).write_text(json.dumps(found, indent=1))
+    else:
+        from terapipe.benchmarking import table
+
+        everything = run(sys.argv[1:])
+        print(table(everything))
+        print(summary(everything))
