@@ -1,4 +1,4 @@
-"""register_with_transformers: attn_implementation="tpkernels" for the models of Hugging Face transformers (4.57 or newer).
+"""register_with_transformers: attn_implementation="tpkernels" for the models of Hugging Face transformers, from 4.57.
 
 Two functions under one name: attention (query [batch, heads, tokens, head_dim] -> out [batch, tokens, heads, head_dim])
 and the mask builder, which turns a model's mask rule and padding into int32 [batch, 1, tokens, 2], the interval of keys
@@ -34,7 +34,7 @@ def register_with_transformers(name: str = "tpkernels") -> None:
         from transformers.modeling_utils import AttentionInterface
     except ImportError as error:
         raise ValueError(
-            f"register_with_transformers: transformers 4.57 or newer is needed ({error}); pip install 'transformers>=4.57'"
+            f"register_with_transformers: transformers 4.57 or newer is needed ({error}); pip install transformers"
         ) from error
     if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (4, 57):
         raise ValueError(

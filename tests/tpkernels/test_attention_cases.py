@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tpkernels import Mask, PrefixCache, prefix_attention, testing
+from tpkernels.compat import flash_attn_varlen_func, flash_attn_with_kvcache, scaled_dot_product_attention
 from tpkernels.testing import AttentionCase
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -46,16 +47,90 @@ def test_more_queries_than_keys_leave_the_first_rows_empty(sinks, dtype, backend
         torch.testing.assert_close(a, b, msg=name)
 
 
-def test_packed_pieces_with_fewer_keys_than_queries_are_finite(backend):
+@pytest.fixture
+def drop_in(backend, monkeypatch):
+    """The drop-in functions have no argument for it."""
+    monkeypatch.setenv("TPK_BACKEND", backend)
+
+
+def cumulative(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def test_packed_pieces_with_fewer_keys_than_queries_are_finite(drop_in):
     """FA #443: varlen cu_q=[0, 76, 110, 256], cu_k=[0, 1, 2, 3], head_dim 32, inputs times 3, causal: dQ was NaN."""
-    for tokens in (76, 34, 146):
-        q, k, v = leaves((1, tokens, 1, 32), (1, 1, 1, 32), (1, 1, 1, 32), factor=3)
-        out, lse = prefix_attention(q, k, v, backend=backend, return_lse=True)
-        dq, dk, dv = grads(out, torch.randn_like(out), q, k, v)
-        assert (lse[..., :-1] == -math.inf).all() and (out[:, :-1] == 0).all()
-        torch.testing.assert_close(out[:, -1:], v)
-        assert all(x.isfinite().all() for x in (dq, dk, dv))
-        assert (dq[:, :-1] == 0).all()
+    q, k, v = leaves((256, 1, 32), (3, 1, 32), (3, 1, 32), factor=3)
+    cu_q, cu_k = cumulative(0, 76, 110, 256), cumulative(0, 1, 2, 3)
+    out, lse, _ = flash_attn_varlen_func(q, k, v, cu_q, cu_k, 146, 1, causal=True, return_attn_probs=True)
+    gradients = grads(out, torch.randn_like(out), q, k, v)
+    assert out.isfinite().all() and all(x.isfinite().all() for x in gradients)
+    last = torch.zeros(256, dtype=torch.bool)
+    last[[75, 109, 255]] = True  # the only queries that see a key, one each
+    assert (out[~last] == 0).all() and (gradients[0][~last] == 0).all() and (lse[:, ~last] == -math.inf).all()
+    torch.testing.assert_close(out[last], v)
+
+
+def test_sequences_without_queries_or_keys(drop_in):
+    """FA #2562, #1713, PR #2568: cu_q=[0, 0, 1208, 2048, 2048], cu_k=[0, 2538, 4280, 5120, 8192]: dK and dV of keys
+    whose sequence has no queries were uninitialised. And the mirror image: queries whose sequence has no keys."""
+    cu_q, cu_k = cumulative(0, 0, 1208, 2048, 2048), cumulative(0, 2538, 4280, 5120, 8192)
+    q, k, v = leaves((2048, 1, 8), (8192, 1, 8), (8192, 1, 8))
+    out = flash_attn_varlen_func(q, k, v, cu_q, cu_k, 1208, 3072, causal=True)
+    _, dk, dv = grads(out, torch.randn_like(out), q, k, v)
+    for x in (dk, dv):
+        assert (x[:2538] == 0).all() and (x[5120:] == 0).all() and (x[2538:5120] != 0).any() and x.isfinite().all()
+    q, k, v = leaves((40, 2, 8), (20, 2, 8), (20, 2, 8))
+    out = flash_attn_varlen_func(q, k, v, cumulative(0, 15, 25, 40), cumulative(0, 0, 20, 20), 15, 20)
+    dq, dk, dv = grads(out, torch.randn_like(out), q, k, v)
+    for x in (out, dq):
+        assert (x[:15] == 0).all() and (x[25:] == 0).all() and (x[15:25] != 0).any()
+    assert dk.isfinite().all() and dv.isfinite().all()
+
+
+@pytest.fixture
+def poison():
+    """torch.empty gives NaN, not whatever lay there."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(7).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_nothing_uninitialised_comes_out(poison, drop_in):
+    """pytorch #176793, FA PR #2324: rows behind cu_seqlens[-1] kept what the allocator gave, NaN gradients. The kind:
+    every result that a kernel may leave unwritten: rows behind the last sequence, keys nobody sees, rows without keys,
+    unused capacity, queries a mask empties."""
+    q, k, v = leaves((30, 4, 8), (40, 2, 8), (40, 2, 8))
+    results = [flash_attn_varlen_func(q, k, v, cumulative(0, 5, 9), cumulative(0, 3, 14), 5, 11, causal=True)]
+    assert (results[0][9:] == 0).all()
+    caches = [torch.empty(3, 25, 2, 8), torch.empty(3, 25, 2, 8)]
+    pieces = [x.view(3, 10, -1, 8) for x in (q, k[:30], v[:30])]
+    lengths = cumulative(0, 4, 15)
+    for i, length in enumerate(lengths.tolist()):
+        for cache in caches:
+            cache[i, :length] = 1.0
+    results.append(flash_attn_with_kvcache(pieces[0], *caches, *pieces[1:], cache_seqlens=lengths, causal=True))
+    results.append(prefix_attention(*pieces, PrefixCache(3, 25, 2, 8)))
+    results.append(prefix_attention(q[None], k[None, :9], v[None, :9]))  # rows before the first key
+    results.append(prefix_attention(q[None, :9], k[None], v[None], mask=Mask(window=(3, None))))  # keys unseen
+    results.append(prefix_attention(q[None], k[None, :0], v[None, :0]))
+    heads_first = [x[:30].view(3, 10, -1, 8).transpose(1, 2) for x in (q, k, v)]
+    mask = torch.ones(10, 10, dtype=torch.bool).tril(-4)
+    results.append(scaled_dot_product_attention(*heads_first, mask, enable_gqa=True))
+    for number, out in enumerate(results):
+        gradients = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        assert out.isfinite().all() and all(x.isfinite().all() for x in gradients), number
+
+
+def test_a_cache_shorter_than_the_queries(drop_in):
+    """FA #1778 as it comes through a cache: rows that end before the queries begin see nothing."""
+    q, k, v = leaves((2, 9, 2, 8), (2, 12, 2, 8), (2, 12, 2, 8))
+    settings = {"cache_seqlens": cumulative(3, 12), "causal": True, "return_softmax_lse": True}
+    out, lse = flash_attn_with_kvcache(q, k.detach(), v.detach(), **settings)
+    assert (out[0, :6] == 0).all() and (lse[0, :, :6] == -math.inf).all() and lse[0, :, 6:].isfinite().all()
+    dq = grads(out, torch.ones_like(out), q)[0]
+    assert (dq[0, :6] == 0).all() and dq.isfinite().all()
+    torch.testing.assert_close(out[0, 6], v[0, 0])
 
 
 def test_a_dead_band_of_a_window_is_not_nan(backend):
@@ -116,14 +191,20 @@ def test_rows_behind_the_slice_of_the_accumulator_stay_untouched(backend):
     assert cache.accumulator.dk[:, 12:].isnan().all() and cache.accumulator.dv[:, 12:].isnan().all()
 
 
-def test_offsets_beyond_two_to_the_31(backend):
-    """FA #2611, PR #1500, PR #2260, #1311, #407, pytorch #190857: 32-bit offsets wrapped. One buffer, a huge stride."""
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [((2, 5, 2, 8), (1, 16, 8)), ((1, 2, 2, 8), (16, 1, 8)), ((1, 5, 2, 8), (16, 8, 1))],
+    ids=["batch", "token", "head"],
+)
+def test_offsets_beyond_two_to_the_31(shape, strides, backend):
+    """FA #2611, PR #1500, PR #2260, #1311, #407, pytorch #190857, fla #1080: 32-bit offsets wrapped. One buffer, and a
+    stride of more than 2^31 elements (where it says 1) between batch rows, tokens or heads, of dout as well."""
     far = 2**31 + 64
     buffer = torch.empty(far + 4096, dtype=torch.bfloat16)  # touched in two places only
-    small = torch.randn(4, 2, 5, 2, 8).bfloat16()
+    small = torch.randn(4, *shape).bfloat16()
     views = []
     for i in range(4):
-        view = buffer[i * 1024 :].as_strided((2, 5, 2, 8), (far, 16, 8, 1))
+        view = buffer[i * 1024 :].as_strided(shape, (*(far if stride == 1 else stride for stride in strides), 1))
         view.copy_(small[i])
         views.append(view)
     results = []
@@ -205,6 +286,14 @@ def test_more_heads_and_rows_than_a_grid_dimension_holds(backend):
     torch.testing.assert_close(dq[-3:], grads(last, last.detach(), *few)[0])
 
 
+def test_a_batch_of_8300_single_tokens():
+    """FA PR #2260, whole: 8300 x 1 x 16 x 128 in a backward. One key a row: out = v, dv = dout."""
+    q, k, v = (x.detach().requires_grad_() for x in torch.randn(3, 8300, 1, 16, 128, dtype=torch.bfloat16))
+    out = prefix_attention(q, k, v, backend="cpu")
+    dout = torch.randn_like(out)
+    assert torch.equal(out, v) and torch.equal(grads(out, dout, v)[0], dout)
+
+
 # ---- alignment and masks ---------------------------------------------------------------------------------------------
 
 
@@ -279,6 +368,18 @@ def test_adding_a_constant_to_every_logit_changes_nothing(backend):
         out, shifted = prefix_attention(q, k, v, scale=1.0, backend=backend, return_lse=True)
         assert out.isfinite().all() and (shifted - lse - shift).abs().max() < 0.05
         torch.testing.assert_close(out, expected, rtol=0.1, atol=0.1)
+
+
+def test_a_negative_zero_is_a_zero(backend):
+    """-0 in inputs, which a maximum or a comparison of bits might take for less than 0."""
+    inputs = [torch.randn(1, 37, heads, 8) * (torch.rand(1, 37, heads, 8) > 0.5) for heads in (2, 1, 1)]
+    results = []
+    for zero in (0.0, -0.0):
+        tensors = [torch.where(x == 0, zero, x).requires_grad_() for x in inputs]
+        out = prefix_attention(*tensors, backend=backend)
+        results.append([out, *grads(out, torch.ones_like(out), *tensors)])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b) and a.isfinite().all()
 
 
 def test_sinks_far_from_the_scores(backend):
@@ -376,10 +477,17 @@ def test_any_strides(cached, backend):
 # ---- repeatability ---------------------------------------------------------------------------------------------------
 
 
-def test_repeats_are_bitwise_equal_on_two_threads(backend):
+@pytest.mark.parametrize(
+    "case",
+    [
+        AttentionCase(150, 107, batch=2, query_heads=6, kv_heads=2, head_dim=24),
+        AttentionCase(300, -281, head_dim=128, cached=False),  # few keys, many queries add to each: FA #359
+    ],
+    ids=str,
+)
+def test_repeats_are_bitwise_equal_on_two_threads(case, backend):
     """FA #359, PR #2481, llama.cpp #13438 (races); FA #2244, #1596, #414 (a backward not bitwise repeatable)."""
     torch.set_num_threads(1 if backend == "reference" else 2)  # torch's own threads are not ours to test
-    case = AttentionCase(150, 107, batch=2, query_heads=6, kv_heads=2, head_dim=24)
     inputs = testing.make_inputs(case, torch.bfloat16)
     first = testing.run(inputs, backend=backend)
     for _ in range(20):
