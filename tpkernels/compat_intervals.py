@@ -11,6 +11,7 @@ The one trap: cutting pieces needs the values on the host: on a GPU one sync a c
 from __future__ import annotations
 
 import math
+import os
 from typing import Any, NamedTuple
 
 import torch
@@ -114,9 +115,9 @@ def _work(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, which: _Keys, s
         sequences = Sequences(which.cu_q.contiguous(), which.cu_k.contiguous(), which.max_q, which.max_k)
         check_sequences(sequences, tokens=q.shape[1], keys=k.shape[1])
         mask = RawMask(*window, None)
-        backend = backends.select(attention_ops._call(q, k, v, sinks, mask, settings), settings.backend)
+        backend = _packed_backend(attention_ops._call(q, k, v, sinks, mask, settings), settings.backend)
         if backend.name == "triton":
-            from tpkernels.triton.launch import Lengths
+            from tpkernels.triton.problem import Lengths
 
             return _Work(backend, None, {**arguments, "lengths": Lengths(*sequences), "mask": mask})
         intervals = sequence_intervals(sequences, q.shape[1], window)
@@ -125,6 +126,18 @@ def _work(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, which: _Keys, s
     call = attention_ops._call(q, k, v, sinks, RawMask(True, -1, -1, starts), settings)
     arguments["deterministic"] = settings.deterministic
     return _Work(backends.select(call, settings.backend), pieces, arguments)
+
+
+def _packed_backend(call: backends.AttentionCall, requested: str) -> backends.Backend:
+    """The backend of choice; but on a GPU, unless another is asked for, the one with kernels for packed sequences."""
+    backend = backends.select(call, requested)
+    if backend.name != "cuda" or requested or os.environ.get("TPK_BACKEND"):
+        return backend
+    try:
+        packed = backends.get("triton")
+    except ValueError:
+        return backend
+    return packed if packed.refuses(call) is None else backend
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -4,10 +4,12 @@ compares with torch and with formulas. Packed sequences run on kernels of their 
 from __future__ import annotations
 
 import math
+import types
 
 import pytest
 import torch
 
+from tpkernels import backends
 from tpkernels.compat import (
     flash_attn_func,
     flash_attn_varlen_func,
@@ -109,6 +111,15 @@ def test_packed_sequences_run_on_their_own_kernels(device, monkeypatch):
     call = varlen(cumulative(0, 3, 9, device=device), cumulative(0, 3, 9, device=device), causal=True)
     call(*(torch.randn(9, 2, 8, device=device) for _ in range(3)))
     assert len(calls) == 1 and calls[0].max_q == 6
+
+
+def test_packed_sequences_are_not_left_to_a_backend_without_kernels_for_them(device, monkeypatch):
+    """The cuda backend comes first on a GPU, but would take the sequences one by one, after reading their lengths."""
+    monkeypatch.delenv("TPK_BACKEND", raising=False)
+    monkeypatch.setattr(backends, "select", lambda call, requested: types.SimpleNamespace(name="cuda"))
+    call = varlen(cumulative(0, 3, 9, device=device), cumulative(0, 3, 9, device=device), causal=True)
+    out, _ = call(*(torch.randn(9, 2, 8, device=device) for _ in range(3)))
+    assert out.isfinite().all()
 
 
 def test_a_cache_with_rows_of_different_lengths(same, device):
