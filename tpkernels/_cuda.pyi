@@ -1,7 +1,7 @@
 """tpkernels._cuda: the CUDA kernels, built when TPK_CUDA asks for them or a GPU and nvcc are there.
 
-Tensors are (address, batch stride, token stride, head stride); address 0 is no tensor. `stream` is a cudaStream_t.
-`allocate` turns bytes into the address of device memory that outlives the call's kernels.
+Tensors are (address, batch stride, token stride, head stride), rows (address, stride); address 0 is no tensor. `stream`
+is a cudaStream_t. `allocate` turns bytes into the address of device memory that outlives the call's kernels.
 """
 
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from collections.abc import Callable
 Tensor = tuple[int, int, int, int]
 Sizes = tuple[int, int, int, int, int, int, int]
 MaskSizes = tuple[int, int, int, int, int, int]
+Rows = tuple[int, int]
 
 def device_count() -> int:
     """CUDA devices; RuntimeError with the driver's reason when there is no usable driver."""
@@ -59,4 +60,56 @@ def attention_backward(
     device: int,
     stream: int,
     allocate: Callable[[int], int],
+) -> None: ...
+def norm_forward(
+    *,
+    dtype: int,
+    rms: bool,
+    rows: int,
+    dim: int,
+    eps: float,
+    x: Rows,
+    delta: Rows,
+    total: Rows,
+    out: Rows,
+    weight: int,
+    bias: int,
+    mean: int,
+    rstd: int,
+    device: int,
+    stream: int,
+) -> None: ...
+def norm_backward(
+    *,
+    dtype: int,
+    rms: bool,
+    rows: int,
+    dim: int,
+    dout: Rows,
+    x: Rows,
+    dresidual: Rows,
+    dx: Rows,
+    weight: int,
+    mean: int,
+    rstd: int,
+    dweight: int,
+    dbias: int,
+    device: int,
+    stream: int,
+    allocate: Callable[[int], int],
+) -> None: ...
+def cache_append(
+    *,
+    dtype: int,
+    sizes: Sizes,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_out: Tensor,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    turns: int,
+    turns_batch_stride: int,
+    device: int,
+    stream: int,
 ) -> None: ...

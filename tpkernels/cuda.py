@@ -21,58 +21,71 @@ from torch import Tensor
 from tpkernels.backends import AttentionCall
 from tpkernels.mask import RawMask
 
-_DTYPE_CODES = {torch.bfloat16: 1, torch.float16: 2}
+DTYPE_CODES = {torch.bfloat16: 1, torch.float16: 2}
 HEAD_DIMS = (64, 128)
 PROVEN: frozenset[int] = frozenset()  # compute capabilities (90 is 9.0); none yet
 
 
-class CudaBackend:
-    """tpkernels.backends.Backend over tpkernels._cuda.
+class Extension:
+    """tpkernels._cuda and where its calls run. Tests pass the emulator's module, which has the same functions, and
+    "cpu"."""
 
-    extension, device_type: tests pass the emulator's module, which has the same functions, and "cpu".
-    """
-
-    name = "cuda"
-
-    def __init__(self, extension: Any = None, device_type: str = "cuda") -> None:
-        self._given = extension
-        self._device_type = device_type
+    def __init__(self, module: Any = None, device_type: str = "cuda") -> None:
+        self._given = module
+        self.device_type = device_type
 
     @property
-    def _extension(self) -> Any:
+    def module(self) -> Any:
+        """Imported when it is first needed; ImportError where it was not built."""
         return _import() if self._given is None else self._given
+
+    def device_index(self) -> int:
+        """The current device."""
+        return torch.cuda.current_device() if self.device_type == "cuda" else 0
+
+    def place(self, tensor: Tensor) -> dict[str, int]:
+        """Arguments for a call on the tensor's device and torch's current stream there."""
+        if self.device_type != "cuda":
+            return {"device": 0, "stream": 0}
+        return {"device": tensor.get_device(), "stream": torch.cuda.current_stream(tensor.device).cuda_stream}
+
+
+class CudaBackend(Extension):
+    """tpkernels.backends.Backend over tpkernels._cuda."""
+
+    name = "cuda"
 
     def unusable(self) -> str | None:
         """Not built, no usable driver, no device, or a torch without CUDA."""
         try:
-            count = self._extension.device_count()
+            count = self.module.device_count()
         except ImportError as error:
             return f"tpkernels._cuda is not built; TPK_CUDA=1 pip install . builds it, with nvcc ({error})"
         except RuntimeError as error:
             return str(error)
         if count == 0:
             return "there is no CUDA device"
-        if self._device_type == "cuda" and not torch.cuda.is_available():
+        if self.device_type == "cuda" and not torch.cuda.is_available():
             return f"torch {torch.__version__} sees no CUDA device (a CPU build of torch?)"
         return None
 
     def refuses(self, call: AttentionCall) -> str | None:
         """Other devices, dtypes and head dims, GPUs before sm_80."""
-        if call.device_type != self._device_type:
+        if call.device_type != self.device_type:
             return f"it runs on CUDA tensors, not on {call.device_type}"
-        if call.dtype not in _DTYPE_CODES:
+        if call.dtype not in DTYPE_CODES:
             return f"it computes bf16 and fp16, not {str(call.dtype).removeprefix('torch.')}"
         if call.head_dim not in HEAD_DIMS or call.value_head_dim != call.head_dim:
             return f"head_dim {call.head_dim}/{call.value_head_dim} is neither 64 nor 128 for keys and values alike"
         try:
-            self._extension.capability(self._device_index())
+            self.module.capability(self.device_index())
         except RuntimeError as error:
             return str(error)
         return None
 
     def unproven(self) -> str | None:
         """Why the current device is not served without being asked for; None: it is."""
-        capability = self._extension.capability(self._device_index())
+        capability = self.module.capability(self.device_index())
         if capability in PROVEN:
             return None
         return (
@@ -99,14 +112,14 @@ class CudaBackend:
         _same_device(q, k, v, out, lse, mask.document_starts, sinks)
         q, k, v = _aligned(q), _aligned(k), _aligned(v)
         sinks = _fp32(sinks)
-        workspace = _Workspace(q.device)
-        self._extension.attention_forward(
-            dtype=_DTYPE_CODES[q.dtype],
+        workspace = Workspace(q.device)
+        self.module.attention_forward(
+            dtype=DTYPE_CODES[q.dtype],
             sizes=_sizes(q, k, v),
-            q=_view(q),
-            k=_view(k),
-            v=_view(v),
-            out=_view(out),
+            q=view_of(q),
+            k=view_of(k),
+            v=view_of(v),
+            out=view_of(out),
             lse=lse.data_ptr(),
             mask=_mask(mask, start),
             scale=scale,
@@ -114,7 +127,7 @@ class CudaBackend:
             sinks=_address(sinks),
             deterministic=deterministic,
             allocate=workspace.allocate,
-            **self._place(q),
+            **self.place(q),
         )
 
     def backward(
@@ -142,19 +155,19 @@ class CudaBackend:
         dout, q, k, v, out = (_aligned(x) for x in (dout, q, k, v, out))
         sums_k, sums_v = _aligned(dk), _aligned(dv)
         sinks = _fp32(sinks)
-        workspace = _Workspace(q.device)
-        self._extension.attention_backward(
-            dtype=_DTYPE_CODES[q.dtype],
+        workspace = Workspace(q.device)
+        self.module.attention_backward(
+            dtype=DTYPE_CODES[q.dtype],
             sizes=_sizes(q, k, v),
-            dout=_view(dout),
-            q=_view(q),
-            k=_view(k),
-            v=_view(v),
-            out=_view(out),
+            dout=view_of(dout),
+            q=view_of(q),
+            k=view_of(k),
+            v=view_of(v),
+            out=view_of(out),
             lse=lse.data_ptr(),
-            dq=_view(dq),
-            dk=_view(sums_k),
-            dv=_view(sums_v),
+            dq=view_of(dq),
+            dk=view_of(sums_k),
+            dv=view_of(sums_v),
             dsinks=_address(dsinks),
             mask=_mask(mask, start),
             scale=scale,
@@ -162,7 +175,7 @@ class CudaBackend:
             sinks=_address(sinks),
             deterministic=deterministic,
             allocate=workspace.allocate,
-            **self._place(q),
+            **self.place(q),
         )
         for given, summed in ((dk, sums_k), (dv, sums_v)):
             if summed is not given:
@@ -170,19 +183,11 @@ class CudaBackend:
 
     def invariance_unit(self, call: AttentionCall) -> int:
         """Tokens after which the backward's query tile, of packed (token, head) rows, starts anew."""
-        rows = int(self._extension.invariance_rows(call.head_dim, self._device_index()))
+        rows = int(self.module.invariance_rows(call.head_dim, self.device_index()))
         return rows // math.gcd(rows, call.query_heads // call.kv_heads)
 
-    def _device_index(self) -> int:
-        return torch.cuda.current_device() if self._device_type == "cuda" else 0
 
-    def _place(self, tensor: Tensor) -> dict[str, int]:
-        if self._device_type != "cuda":
-            return {"device": 0, "stream": 0}
-        return {"device": tensor.get_device(), "stream": torch.cuda.current_stream(tensor.device).cuda_stream}
-
-
-class _Workspace:
+class Workspace:
     """Memory of a call besides its tensors, held until the call has been queued."""
 
     def __init__(self, device: torch.device) -> None:
@@ -190,6 +195,7 @@ class _Workspace:
         self._memory: Tensor | None = None
 
     def allocate(self, size_bytes: int) -> int:
+        """The address."""
         self._memory = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
         return self._memory.data_ptr()
 
@@ -214,10 +220,23 @@ def _aligned(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _view(tensor: Tensor) -> tuple[int, int, int, int]:
+def view_of(tensor: Tensor | None) -> tuple[int, int, int, int]:
     """Address and strides; that of a dimension of one is arbitrary, and 0 here."""
+    if tensor is None:
+        return (0, 0, 0, 0)
+    if tensor.stride(3) != 1:
+        raise ValueError(f"a tensor with strides {tuple(tensor.stride())}: its last dimension must be contiguous")
     batch, token, head = (s if n > 1 else 0 for s, n in zip(tensor.stride()[:3], tensor.shape[:3], strict=True))
     return (tensor.data_ptr(), batch, token, head)
+
+
+def rows_of(tensor: Tensor | None) -> tuple[int, int]:
+    """Address and stride of rows [rows, columns]."""
+    if tensor is None:
+        return (0, 0)
+    if tensor.stride(1) != 1:
+        raise ValueError(f"rows with strides {tuple(tensor.stride())}: their elements must be contiguous")
+    return (tensor.data_ptr(), tensor.stride(0) if tensor.shape[0] > 1 else 0)
 
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int, int, int]:

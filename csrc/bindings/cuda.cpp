@@ -6,6 +6,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/attention_arguments.h"
+#include "bindings/cuda_fused.h"
 #include "cuda/attention.h"
 
 #ifndef TPK_CUDA_MODULE
@@ -68,4 +69,5 @@ PYBIND11_MODULE(TPK_CUDA_MODULE, m) {
   m.def("attention_backward", &backward, py::kw_only(), arg("dtype"), arg("sizes"), arg("dout"), arg("q"), arg("k"), arg("v"), arg("out"),
         arg("lse"), arg("dq"), arg("dk"), arg("dv"), arg("dsinks"), arg("mask"), arg("scale"), arg("softcap"), arg("sinks"),
         arg("deterministic"), arg("device"), arg("stream"), arg("allocate"));
+  bind_cuda_fused(m);
 }

@@ -1,0 +1,197 @@
+"""The fused CUDA kernels in the emulator: norms against their formulas in fp64 by the tolerance rule, appends bit for
+bit; nothing for the emulator's watch to report; no neighbour changes a row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tpkernels import fused_reference as formulas
+from tpkernels import testing
+from tpkernels.cuda_fused import CudaFused
+
+BF16, FP16 = torch.bfloat16, torch.float16
+EPS = 1e-5
+
+
+class Watched:
+    """The fused functions of tpkernels._cuda, emulated: a call may touch its own tensors only, and must be clean."""
+
+    def __init__(self, extension):
+        self.module, self.emulator = extension.module, extension.emulator
+        self.conflicts = {}
+
+    def _run(self, name, call, rows=(), tensors=(), floats=(), elements=(), writes=()):
+        register = self.emulator.module.register_tensor
+        self.emulator.module.clear_tensors()
+        for key, columns in rows:
+            if call[key][0]:
+                register(key, call[key][0], 2, [call["rows"], columns], [call[key][1], 1], key in writes)
+        for key, sizes in tensors:
+            if call[key][0]:
+                register(key, call[key][0], 2, list(sizes), [*call[key][1:], 1], key in writes)
+        for keys, item_bytes in ((floats, 4), (elements, 2)):
+            for key, count in keys:
+                if call[key]:
+                    register(key, call[key], item_bytes, [count], [1], key in writes)
+        memory = []
+
+        def allocate(size_bytes):
+            memory.append(torch.full((size_bytes,), 255, dtype=torch.uint8))  # NaN until it is written
+            register("workspace", memory[-1].data_ptr(), 1, [size_bytes], [1], True)
+            return memory[-1].data_ptr()
+
+        if "allocate" in call:
+            call["allocate"] = allocate
+        getattr(self.module, name)(**call)
+        report = self.emulator.report()
+        assert not report.findings, f"\n{report}"
+        self.conflicts |= report.conflicts()
+
+    def norm_forward(self, **call):
+        rows, dim = call["rows"], call["dim"]
+        wide = [(key, dim) for key in ("x", "delta", "total", "out")]
+        floats, elements = [("mean", rows), ("rstd", rows)], [("weight", dim), ("bias", dim)]
+        writes = ("total", "out", "mean", "rstd")
+        self._run("norm_forward", call, rows=wide, floats=floats, elements=elements, writes=writes)
+
+    def norm_backward(self, **call):
+        rows, dim = call["rows"], call["dim"]
+        wide = [(key, dim) for key in ("dx", "dout", "x", "dresidual")]
+        floats = [("mean", rows), ("rstd", rows), ("dweight", dim), ("dbias", dim)]
+        writes = ("dx", "dweight", "dbias")
+        self._run("norm_backward", call, rows=wide, floats=floats, elements=[("weight", dim)], writes=writes)
+
+    def cache_append(self, **call):
+        batch, tokens, _, query_heads, kv_heads, head_dim, value_dim = call["sizes"]
+        keys, values = (batch, tokens, kv_heads, head_dim), (batch, tokens, kv_heads, value_dim)
+        queries = (batch, tokens, query_heads, head_dim)
+        tensors = [("q_out", queries), ("q", queries), ("k", keys), ("v", values)]
+        tensors += [("cache_k", keys), ("cache_v", values)]
+        turns = [("turns", tokens * head_dim * (batch if call["turns_batch_stride"] else 1))]
+        self._run("cache_append", call, tensors=tensors, floats=turns, writes=("q_out", "cache_k", "cache_v"))
+
+
+@pytest.fixture
+def ops(extension):
+    return CudaFused(Watched(extension), "cpu")
+
+
+def close(actual, exact, same_precision, dtype, factor):
+    allowed = factor * (same_precision.double() - exact).abs().max().item() + testing.noise(exact, dtype)
+    error = (actual.double() - exact).abs().max().item()
+    assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
+
+
+SHAPES = [(1, 8), (3, 24), (17, 520), (5, 768), (2, 4096), (33, 264)]
+
+
+@pytest.mark.parametrize(("rows", "dim"), SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("rms", [True, False], ids=["rms", "layer"])
+def test_norms_are_as_close_as_their_formulas(rows, dim, dtype, rms, ops):
+    draw = torch.Generator().manual_seed(rows)
+    x, delta, dout, dresidual = (torch.randn(rows, dim, generator=draw).to(dtype) for _ in range(4))
+    weight, bias = (torch.randn(dim, generator=draw).to(dtype) for _ in range(2))
+    bias = None if rms else bias
+    wide_x = torch.full((rows, dim + 8), float("nan"), dtype=dtype)  # rows of a larger tensor
+    wide_x[:, :dim] = x
+    values = ops.norm_forward(wide_x[:, :dim], weight, bias, eps=EPS, rms=rms, delta=delta)
+    assert torch.equal(values.total, x + delta)
+    exact, same = (
+        formulas.norm_forward(values.total.to(t), weight.to(t), None if bias is None else bias.to(t), eps=EPS, rms=rms)
+        for t in (torch.float64, dtype)
+    )
+    close(values.out, exact.out, same.out, dtype, 2)
+    assert torch.allclose(values.rstd.double(), exact.rstd, rtol=1e-5)
+
+    before = torch.randn(2, dim, generator=draw)
+    dweight, dbias = before.clone()
+    found = ops.norm_backward(
+        dout, values.total, weight, values.mean, values.rstd, dresidual=dresidual, dweight=dweight, dbias=dbias
+    )
+    exact_gradients, same_gradients = (
+        formulas.norm_backward(
+            dout.to(t), values.total.to(t), weight.to(t), statistics.mean, statistics.rstd, dresidual=dresidual.to(t)
+        )
+        for t, statistics in ((torch.float64, exact), (dtype, same))
+    )
+    close(found.dx, exact_gradients.dx, same_gradients.dx, dtype, 3)
+    assert torch.allclose(dweight.double(), before[0] + exact_gradients.dweight, rtol=1e-5, atol=1e-4)
+    if not rms:
+        assert torch.allclose(dbias.double(), before[1] + exact_gradients.dbias, rtol=1e-5, atol=1e-4)
+    assert ops.module.conflicts == {}
+
+
+def test_no_neighbour_changes_a_row_and_dx_may_be_dout(ops):
+    draw = torch.Generator().manual_seed(0)
+    x, delta, dout = (torch.randn(40, 272, generator=draw).to(BF16) for _ in range(3))
+    weight = torch.randn(272, generator=draw).to(BF16)
+    whole = ops.norm_forward(x, weight, None, eps=EPS, rms=True, delta=delta)
+    piece = ops.norm_forward(x[7:19], weight, None, eps=EPS, rms=True, delta=delta[7:19])
+    assert torch.equal(whole.out[7:19], piece.out) and torch.equal(whole.rstd[7:19], piece.rstd)
+    dx = ops.norm_backward(dout, whole.total, weight, None, whole.rstd).dx
+    place = dout.clone()
+    ops.norm_backward(place, whole.total, weight, None, whole.rstd, dx=place)
+    assert torch.equal(place, dx)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(8, 24), (64, 64), (128, 40)])
+@pytest.mark.parametrize("turned", [False, True], ids=["plain", "rope"])
+def test_an_appended_slice_is_where_it_belongs(turned, head_dim, value_dim, dtype, ops):
+    draw = torch.Generator().manual_seed(head_dim)
+    q = torch.randn(2, 13, 6, head_dim, generator=draw).to(dtype)
+    k = torch.randn(2, 13, 3, head_dim, generator=draw).to(dtype)
+    v = torch.randn(2, 13, 3, value_dim, generator=draw).to(dtype)
+    cache_k, cache_v = (torch.full((2, 40, 3, dim), float("nan"), dtype=dtype) for dim in (head_dim, value_dim))
+    expected_q, expected_k = q, k
+    settings = {}
+    if turned:
+        angles = torch.randn(2, 13, 1, head_dim // 2, generator=draw) * 3
+        turns = torch.polar(torch.ones_like(angles), angles)
+        settings = {"turns": turns, "q": q.clone(), "q_out": torch.empty_like(q)}
+        expected_q, expected_k = (
+            torch.view_as_real(torch.view_as_complex(x.double().unflatten(-1, (-1, 2))) * turns).flatten(-2)
+            for x in (q, k)
+        )
+    ops.cache_append(k, v, cache_k, cache_v, start=5, **settings)
+    assert torch.equal(cache_v[:, 5:18], v)
+    if turned:  # one rounding of a fp32 result
+        for actual, expected in ((cache_k[:, 5:18], expected_k), (settings["q_out"], expected_q)):
+            assert (actual.double() - expected).abs().max() <= torch.finfo(dtype).eps * 0.51 * expected.abs().max()
+    else:
+        assert torch.equal(cache_k[:, 5:18], k)
+    for cache in (cache_k, cache_v):
+        assert cache[:, :5].isnan().all() and cache[:, 18:].isnan().all()
+    assert ops.module.conflicts == {}
+
+
+def test_queries_may_be_turned_in_place_and_one_batch_row_of_turns_serves_all(ops):
+    draw = torch.Generator().manual_seed(1)
+    q, k = (torch.randn(2, 9, heads, 64, generator=draw).to(BF16) for heads in (4, 2))
+    angles = torch.randn(1, 9, 1, 32, generator=draw)
+    turns = torch.polar(torch.ones_like(angles), angles)
+    cache_k, cache_v = torch.zeros(2, 9, 2, 64, dtype=BF16), torch.zeros(2, 9, 2, 64, dtype=BF16)
+    expected = torch.empty_like(q)
+    ops.cache_append(k, k, cache_k, cache_v, start=0, turns=turns, q=q, q_out=expected)
+    ops.cache_append(k, k, cache_k, cache_v, start=0, turns=turns.expand(2, 9, 1, 32), q=q, q_out=q)
+    assert torch.equal(q, expected)
+
+
+def test_what_the_kernels_do_not_serve_is_refused_with_values(ops):
+    x = torch.randn(4, 20).to(BF16)
+    weight = torch.ones(20, dtype=BF16)
+    with pytest.raises(ValueError, match="norm over 20 channels; it serves multiples of 8 up to 16384"):
+        ops.norm_forward(x, weight, None, eps=EPS, rms=True)
+    with pytest.raises(ValueError, match=r"one dtype, bf16 or fp16, on one device, not .*float32"):
+        ops.norm_forward(x.float(), weight, None, eps=EPS, rms=True)
+    shifted = torch.randn(4, 33).to(BF16)[:, 1:]
+    with pytest.raises(ValueError, match="x has rows that do not start at a multiple of 16 bytes"):
+        ops.norm_forward(shifted, torch.ones(32, dtype=BF16), None, eps=EPS, rms=True)
+    k = torch.randn(1, 9, 2, 64).to(BF16)
+    cache = torch.zeros(1, 12, 2, 64, dtype=BF16)
+    with pytest.raises(ValueError, match=r"tokens \[4, 13\) do not fit a cache of 12 tokens"):
+        ops.cache_append(k, k, cache, cache, start=4)
+    with pytest.raises(ValueError, match="q, q_out and turns go together"):
+        ops.cache_append(k, k, cache, cache, start=0, q=k, q_out=k)

@@ -1,0 +1,152 @@
+"""The fused row-wise ops by the kernels of tpkernels._cuda, bf16 and fp16: norms with the addition, cache append.
+
+The functions of fused.py that touch the residual stream, with the same meaning and arguments, and `cache_append`, which
+writes a slice into a prefix cache and turns q and k by RoPE on the way. No autograd. Nothing calls them on its own yet:
+they have not run on a GPU. Rows must start on 16 bytes, dims be multiples of 8; other calls raise.
+
+The one trap: as in cuda.py, a tensor made for a call must live until the call has been queued.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpkernels.cuda import DTYPE_CODES, Extension, Workspace, rows_of, view_of
+from tpkernels.fused_reference import NormGradients, NormValues
+
+
+class CudaFused(Extension):
+    """extension, device_type: tests pass the emulator's module and "cpu"."""
+
+    def norm_forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        eps: float,
+        rms: bool,
+        delta: Tensor | None = None,
+        total: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> NormValues:
+        """norm(x + delta) * weight + bias of rows [rows, dim]; written to `total` and `out` where they are given."""
+        rows, dim = x.shape
+        out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+        if delta is None:
+            total = x
+        elif total is None:
+            total = torch.empty_like(out)
+        mean = None if rms else torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+        rstd = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+        self.module.norm_forward(
+            dtype=self._code(x, weight, bias, delta, total, out),
+            rms=rms,
+            rows=rows,
+            dim=dim,
+            eps=eps,
+            x=rows_of(x),
+            delta=rows_of(delta),
+            total=rows_of(None if delta is None else total),
+            out=rows_of(out),
+            weight=weight.data_ptr(),
+            bias=0 if bias is None else bias.data_ptr(),
+            mean=0 if mean is None else mean.data_ptr(),
+            rstd=rstd.data_ptr(),
+            **self.place(x),
+        )
+        assert total is not None
+        return NormValues(total, out, mean, rstd)
+
+    def norm_backward(
+        self,
+        dout: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        mean: Tensor | None,
+        rstd: Tensor,
+        *,
+        dresidual: Tensor | None = None,
+        dx: Tensor | None = None,
+        dweight: Tensor | None = None,
+        dbias: Tensor | None = None,
+    ) -> NormGradients:
+        """Gradients of norm_forward; x is its `total`, dx may be dout. dweight, dbias [dim] fp32 are added to."""
+        rows, dim = x.shape
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if dx is None else dx
+        dweight = torch.zeros(dim, dtype=torch.float32, device=x.device) if dweight is None else dweight
+        if mean is not None and dbias is None:
+            dbias = torch.zeros(dim, dtype=torch.float32, device=x.device)
+        workspace = Workspace(x.device)
+        self.module.norm_backward(
+            dtype=self._code(dout, x, weight, dresidual, dx),
+            rms=mean is None,
+            rows=rows,
+            dim=dim,
+            dout=rows_of(dout),
+            x=rows_of(x),
+            dresidual=rows_of(dresidual),
+            dx=rows_of(dx),
+            weight=weight.data_ptr(),
+            mean=0 if mean is None else mean.data_ptr(),
+            rstd=rstd.data_ptr(),
+            dweight=dweight.data_ptr(),
+            dbias=0 if dbias is None else dbias.data_ptr(),
+            allocate=workspace.allocate,
+            **self.place(x),
+        )
+        return NormGradients(dx, dweight, dbias)
+
+    def cache_append(
+        self,
+        k: Tensor,
+        v: Tensor,
+        cache_k: Tensor,
+        cache_v: Tensor,
+        *,
+        start: int,
+        turns: Tensor | None = None,
+        q: Tensor | None = None,
+        q_out: Tensor | None = None,
+    ) -> None:
+        """cache[:, start : start + tokens] = k, v [batch, tokens, heads, dim].
+
+        turns: complex64 [batch or 1, tokens, 1, head_dim / 2], RoPE at the tokens' own positions: k is turned on its
+        way, and q to q_out (which may be q)."""
+        batch, tokens, kv_heads, head_dim = k.shape
+        if not 0 <= start <= cache_k.shape[1] - tokens:
+            raise ValueError(
+                f"cache_append: tokens [{start}, {start + tokens}) do not fit a cache of {cache_k.shape[1]} tokens"
+            )
+        if (q is None) != (q_out is None) or (q is not None and turns is None):
+            raise ValueError("cache_append: q, q_out and turns go together")
+        into_k, into_v = (cache[:, start : start + tokens] for cache in (cache_k, cache_v))
+        turns = None if turns is None else torch.view_as_real(turns.resolve_conj()).contiguous()
+        query_heads = kv_heads if q is None else q.shape[2]
+        self.module.cache_append(
+            dtype=self._code(k, v, cache_k, cache_v, q, q_out),
+            sizes=(batch, tokens, tokens, query_heads, kv_heads, head_dim, v.shape[3]),
+            q=view_of(q),
+            k=view_of(k),
+            v=view_of(v),
+            q_out=view_of(q_out),
+            cache_k=view_of(into_k),
+            cache_v=view_of(into_v),
+            turns=0 if turns is None else turns.data_ptr(),
+            turns_batch_stride=0 if turns is None or turns.shape[0] == 1 else turns.stride(0),
+            **self.place(k),
+        )
+
+    def _code(self, first: Tensor, *others: Tensor | None) -> int:
+        """The kernels' code of the one dtype of all tensors."""
+        tensors: list[Any] = [first, *(other for other in others if other is not None)]
+        dtypes, devices = {x.dtype for x in tensors}, {x.device for x in tensors}
+        if len(dtypes) > 1 or len(devices) > 1 or first.dtype not in DTYPE_CODES:
+            raise ValueError(
+                "cuda fused kernels: tensors must be of one dtype, bf16 or fp16, on one device, not "
+                f"{', '.join(sorted(f'{x.dtype} on {x.device}' for x in tensors))}"
+            )
+        return DTYPE_CODES[first.dtype]
