@@ -251,10 +251,12 @@ class _Setting:
         self.beside_s = beside(costs, every, pipe, layout)
         tokens, again = request.tokens, layout.recompute
         fixed = {
-            name: stage.fixed_bytes(micro_size, tokens, recompute=again) + stage.cache_bytes(micro_size, tokens)
+            # With several stages a rank, their caches need not be alive at the same time.
+            name: stage.fixed_bytes(micro_size, tokens, recompute=again)
+            + (stage.cache_bytes(micro_size, tokens) if chunks == 1 else 0.0)
             for name, stage in self.kinds.items()
         }
-        self.fixed_bytes = max(sum(fixed[name] for name in names[rank::pipe]) for rank in range(pipe))
+        self.fixed_bytes = [sum(fixed[name] for name in names[rank::pipe]) for rank in range(pipe)]
         first = every[::pipe]  # rank 0 keeps most alive
         self.saved_per_token = min(stage.saved_bytes(micro_size, 1, recompute=again) for stage in first)
         self.cache_bytes = min(stage.cache_bytes(micro_size, tokens) for stage in first)
@@ -283,6 +285,9 @@ class _Setting:
             live = _least_live(schedule, self.pipe, self.micros, len(slices), warmup, self.chunks)
             micros, rest = divmod(live, len(slices))
             tokens = micros * self.request.tokens + rest * min(slices)
+            alive = tokens * self.saved_per_token
+            if self.chunks == 1:
+                alive += max(0, micros - 1) * self.cache_bytes
             yield Candidate(
                 self.pipe,
                 self.layout,
@@ -295,7 +300,7 @@ class _Setting:
                 self.stages,
                 estimate_s=work[slowest] + others + hops + self.beside_s,
                 bound_s=bound + self.beside_s,
-                least_bytes=self.fixed_bytes + tokens * self.saved_per_token + max(0, micros - 1) * self.cache_bytes,
+                least_bytes=max(self.fixed_bytes[0] + alive, *self.fixed_bytes),
             )
 
     def _times(self, stage: StageCosts, slices: tuple[int, ...]) -> _StageTimes:
