@@ -11,8 +11,8 @@ using namespace tpk::emulator;
 namespace {
 
 void register_tensor(const std::string& name, int64_t address, uint32_t item_bytes, std::vector<int64_t> sizes,
-                     std::vector<int64_t> strides, bool writable) {
-  session().tensors.add({name, static_cast<uintptr_t>(address), item_bytes, writable, std::move(sizes), std::move(strides)});
+                     std::vector<int64_t> strides, bool writable, bool fresh) {
+  session().tensors.add({name, static_cast<uintptr_t>(address), item_bytes, writable, fresh, std::move(sizes), std::move(strides)});
 }
 
 py::dict take_report() {
@@ -44,7 +44,8 @@ py::dict take_report() {
 PYBIND11_MODULE(tpk_emulator, m) {
   m.doc() = "CUDA kernels of tpkernels on the host, with every access checked. For tests.";
   m.def("register_tensor", &register_tensor, py::arg("name"), py::arg("address"), py::arg("item_bytes"), py::arg("sizes"),
-        py::arg("strides"), py::arg("writable"));
+        py::arg("strides"), py::arg("writable"), py::arg("fresh") = false);
+  m.def("first_unwritten", [](const std::string& name) { return session().tensors.first_unwritten(name); }, py::arg("name"));
   m.def("clear_tensors", [] { session().tensors.clear(); });
   m.def(
       "configure", [](uint32_t host_threads, bool backwards) { session().host_threads = host_threads, session().backwards = backwards; },

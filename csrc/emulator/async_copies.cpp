@@ -10,7 +10,7 @@ void cp_async(uint32_t shared, const void* global, uint32_t bytes, uint32_t read
   current_block->begin_copy({shared, static_cast<const char*>(global), bytes, read_bytes}, TPK_EMULATOR_PC);
 }
 void cp_async_commit() { current_block->commit_copies(); }
-void cp_async_wait(uint32_t pending) { current_block->finish_copies(pending, false); }
-void cp_async_wait_all() { current_block->finish_copies(0, true); }
+void cp_async_wait(uint32_t pending) { current_block->wait_for_copies(pending); }
+void cp_async_wait_all() { current_block->wait_for_all_copies(); }
 
 } // namespace tpk::emulator

@@ -52,6 +52,7 @@ void Block::run(const Launch& launch, uint32_t index, bool backwards, Tensors& t
   clocks.reset(launch.threads);
   banks.reset();
   operations_.clear();
+  mbarriers_.clear();
   for (BarrierState& barrier : barriers_) barrier = BarrierState{};
   for (uint32_t w = 0; w < launch.threads / lanes; ++w) {
     warps_[w].waiting = 0;
@@ -63,7 +64,7 @@ void Block::run(const Launch& launch, uint32_t index, bool backwards, Tensors& t
   for (uint32_t t = 0; t < launch.threads; ++t) {
     Thread& thread = threads_[t];
     thread.exited = false, thread.waits = nullptr, thread.pc = 0, thread.barrier = 0;
-    thread.copies.clear(), thread.copy_groups.clear();
+    thread.copies.clear(), thread.copy_groups.clear(), thread.copies_done = 0;
     prepare_fiber(thread.fiber, stacks_->begin(t), stacks_->end(t), &Block::thread_main);
   }
   current_block = this;
@@ -209,7 +210,7 @@ void Block::access(uintptr_t address, uint32_t bytes, Access access, bool aligne
          verb(access) + std::to_string(bytes) + " bytes at " + tensors_->describe(address) + ", which is no multiple of " +
              std::to_string(bytes),
          "access it in smaller pieces, or align what it is part of", pc);
-  global_access(address, bytes, access != Access::read, pc);
+  global_access(address, bytes, access, pc);
 }
 
 void Block::require_shared(uint32_t offset, uint32_t bytes, uint32_t alignment, Pc pc) {
@@ -233,8 +234,13 @@ void Block::shared_access(uint32_t offset, uint32_t bytes, Access access, Pc pc,
 
 extern "C" __attribute__((visibility("hidden"))) const char _end;
 
-void Block::global_access(uintptr_t address, uint32_t bytes, bool write, Pc pc) {
-  if (tensors_->allows(address, bytes, write)) return;
+void Block::global_access(uintptr_t address, uint32_t bytes, Access access, Pc pc) {
+  const Tensors::Touch touch = tensors_->touch(address, bytes, access, index_);
+  if (touch.allowed) {
+    if (touch.clash.kind != BlockClash::Kind::none) report_clash(touch.clash, access, address, bytes, pc);
+    return;
+  }
+  const bool write = access != Access::read;
   const bool constant = address >= reinterpret_cast<uintptr_t>(&__ehdr_start) && address < reinterpret_cast<uintptr_t>(&_end);
   if (constant && !write) return;
   const std::string what = std::to_string(bytes) + " bytes at " + tensors_->describe(address);
@@ -250,7 +256,7 @@ void Block::begin_copy(const AsyncCopy& copy, Pc pc) {
       fail("misaligned",
            "copies " + std::to_string(copy.bytes) + " bytes from " + tensors_->describe(source) + ", which is no multiple of that",
            "require strides that are multiples of 16 bytes, or copy in smaller pieces", pc);
-    global_access(source, copy.read_bytes, false, pc);
+    global_access(source, copy.read_bytes, Access::read, pc);
   }
   const Clash clash = shadow.begin_copy(thread_, clocks.seen(thread_), copy.offset, copy.bytes, pc);
   if (clash.kind != Clash::Kind::none) report_clash(clash, Access::write, copy.offset, copy.bytes, pc);
@@ -259,22 +265,26 @@ void Block::begin_copy(const AsyncCopy& copy, Pc pc) {
   self().copies.push_back(copy);
 }
 
-void Block::commit_copies() { self().copy_groups.push_back(self().copies.size()); }
+void Block::wait_for_copies(size_t groups_left) {
+  std::vector<size_t>& groups = self().copy_groups;
+  if (groups.size() <= groups_left) return;
+  const auto last = groups.end() - static_cast<ptrdiff_t>(groups_left);
+  const size_t end = *(last - 1);
+  groups.erase(groups.begin(), last);
+  finish_copies(self(), thread_, end, clocks.now(thread_));
+}
 
-void Block::finish_copies(size_t groups_left, bool uncommitted) {
-  Thread& thread = self();
-  const size_t groups =
-      uncommitted ? thread.copy_groups.size() : thread.copy_groups.size() - std::min(groups_left, thread.copy_groups.size());
-  const size_t done = uncommitted ? thread.copies.size() : groups == 0 ? 0 : thread.copy_groups[groups - 1];
-  for (size_t i = 0; i < done; ++i) {
-    const AsyncCopy& copy = thread.copies[i];
-    if (copy.read_bytes > 0) std::memcpy(shared_ + copy.offset, copy.global, copy.read_bytes);
-    std::memset(shared_ + copy.offset + copy.read_bytes, 0, copy.bytes - copy.read_bytes);
-    shadow.end_copy(thread_, clocks.now(thread_), copy.offset, copy.bytes);
+// The thread's copies before the end-th land, as its writes of that time.
+void Block::finish_copies(Thread& thread, uint32_t index, size_t end, int32_t clock) {
+  if (end <= thread.copies_done) return;
+  const auto begin = thread.copies.begin(), stop = begin + static_cast<ptrdiff_t>(end - thread.copies_done);
+  for (auto copy = begin; copy != stop; ++copy) {
+    if (copy->read_bytes > 0) std::memcpy(shared_ + copy->offset, copy->global, copy->read_bytes);
+    std::memset(shared_ + copy->offset + copy->read_bytes, 0, copy->bytes - copy->read_bytes);
+    shadow.end_copy(index, clock, copy->offset, copy->bytes);
   }
-  thread.copies.erase(thread.copies.begin(), thread.copies.begin() + static_cast<ptrdiff_t>(done));
-  thread.copy_groups.erase(thread.copy_groups.begin(), thread.copy_groups.begin() + static_cast<ptrdiff_t>(groups));
-  for (size_t& end : thread.copy_groups) end -= done;
+  thread.copies.erase(begin, stop);
+  thread.copies_done = end;
 }
 
 // ---- findings -----------------------------------------------------------------------------------------------------------------
@@ -328,6 +338,21 @@ void Block::report_clash(const Clash& clash, Access access, uint32_t offset, uin
   }
   report_->findings.push_back(
       {kind, launch_->kernel, index_, span(thread_, thread_), std::move(what), std::move(remedy), pc, clash.other_pc, std::move(before)});
+}
+
+void Block::report_clash(const BlockClash& clash, Access access, uintptr_t address, uint32_t bytes, Pc pc) {
+  const bool race = clash.kind == BlockClash::Kind::race;
+  const char* kind = race ? "race between blocks" : "unwritten";
+  if (known(kind, pc, 0)) return;
+  std::string what = verb(access) + std::to_string(bytes) + " bytes at " + tensors_->describe(address);
+  if (race)
+    what += ", which " + (clash.many ? std::string("other blocks") : "block " + std::to_string(clash.other_block)) +
+            (clash.other_wrote ? " wrote" : " read") + " in the same launch";
+  else
+    what += ", where nothing has been written yet";
+  report_->findings.push_back({kind, launch_->kernel, index_, span(thread_, thread_), std::move(what),
+                               race ? "let one block own it, add atomically, or read it in the next launch" : "write it first, or clear it",
+                               pc});
 }
 
 // Every thread's position, neighbours in the same one together.

@@ -42,8 +42,29 @@ struct Thread {
   Pc pc = 0;                   // where it waits
   uint32_t barrier = 0;        // which barrier, if it is one
   bool exited = false;
-  std::vector<AsyncCopy> copies;   // under way, in order
-  std::vector<size_t> copy_groups; // ends of committed groups in copies
+  // Copies under way, in order, and where the committed groups end; both count from the thread's first copy.
+  std::vector<AsyncCopy> copies;
+  std::vector<size_t> copy_groups;
+  size_t copies_done = 0;
+
+  size_t copies_begun() const { return copies_done + copies.size(); }
+};
+
+// An mbarrier object in shared memory; its state is kept here, not there.
+struct Mbarrier {
+  // Copies of a thread that arrive in its place when they have landed.
+  struct Tied {
+    uint32_t thread;
+    size_t copies_end;
+    int32_t clock;
+    ClockRow published;
+  };
+
+  uint32_t offset = 0, count = 0, pending = 0, phase = 0;
+  uint64_t bytes = 0; // that the phase still expects from bulk copies
+  ClockRow published{}, completed{};
+  std::vector<uint32_t> waiting{};
+  std::vector<Tied> tied{};
 };
 
 // What a lane brings to a warp-wide instruction and takes from it.
@@ -84,11 +105,12 @@ class Block {
   // A plain access of device code to any address.
   void access(uintptr_t address, uint32_t bytes, Access access, bool aligned, Pc pc);
   void shared_access(uint32_t offset, uint32_t bytes, Access access, Pc pc, bool log = true);
-  void global_access(uintptr_t address, uint32_t bytes, bool write, Pc pc);
+  void global_access(uintptr_t address, uint32_t bytes, Access access, Pc pc);
   void require_shared(uint32_t offset, uint32_t bytes, uint32_t alignment, Pc pc);
   void begin_copy(const AsyncCopy& copy, Pc pc);
-  void commit_copies();
-  void finish_copies(size_t groups_left, bool uncommitted);
+  void commit_copies() { self().copy_groups.push_back(self().copies_begun()); }
+  void wait_for_copies(size_t groups_left);
+  void wait_for_all_copies() { finish_copies(self(), thread_, self().copies_begun(), clocks.now(thread_)); }
 
   // ---- meetings ----
   // The lanes of `mask` meet; the last one calls combine(warp), with what each brought in warp.in, and each then finds its part in
@@ -103,6 +125,11 @@ class Block {
   }
   void sync_warp(uint32_t mask, Pc pc);
   void barrier(uint32_t id, uint32_t expected, bool wait, const char* what, Pc pc);
+  void make_mbarrier(uint32_t offset, uint32_t count, Pc pc);
+  void drop_mbarrier(uint32_t offset, Pc pc);
+  void arrive(uint32_t offset, uint32_t bytes, Pc pc); // bytes: that bulk copies will bring
+  void wait_for_phase(uint32_t offset, uint32_t parity, Pc pc);
+  void tie_copies(uint32_t offset, Pc pc);
   // Waits until wake() is called for this thread; `what` tells a person for what.
   void wait(const char* what, Pc pc);
   void wake(uint32_t thread);
@@ -131,6 +158,11 @@ class Block {
   void settle_banks(Warp& warp);
   void report_standstill();
   void report_clash(const Clash& clash, Access access, uint32_t offset, uint32_t bytes, Pc pc);
+  void report_clash(const BlockClash& clash, Access access, uintptr_t address, uint32_t bytes, Pc pc);
+  void finish_copies(Thread& thread, uint32_t index, size_t end, int32_t clock);
+  Mbarrier& mbarrier(uint32_t offset, const char* what, Pc pc);
+  void complete_if_done(Mbarrier& barrier);
+  void land_copies(Mbarrier& barrier);
   bool known(const char* kind, Pc pc, Pc other_pc);
 
   // Read by every access: kept together.
@@ -149,6 +181,7 @@ class Block {
   std::unique_ptr<Thread[]> threads_;
   std::unique_ptr<Warp[]> warps_;
   std::array<BarrierState, max_barriers> barriers_;
+  std::vector<Mbarrier> mbarriers_;
   ClockRow warp_clock_;
   Fiber scheduler_;
   Report* report_ = nullptr;

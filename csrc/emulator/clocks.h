@@ -27,6 +27,11 @@ class Clocks {
     join(published.data(), own);
     ++own[thread];
   }
+  // `published` takes over another publication.
+  void acquire_into(ClockRow& published, const ClockRow& other) const {
+    published.resize(threads_);
+    join(published.data(), other.data());
+  }
   void acquire(uint32_t thread, const ClockRow& published) {
     if (!published.empty()) join(row(thread), published.data());
   }

@@ -33,8 +33,7 @@ void red_add(float* global, float value) {
   std::atomic_ref<float>(*global).fetch_add(value, std::memory_order_relaxed);
 }
 void red_add_4(float* global, FloatQuad values) {
-  check(global, TPK_ARCH >= 900 ? 16 : 4, Access::atomic, TPK_EMULATOR_PC);
-  check(global + 3, 4, Access::atomic, TPK_EMULATOR_PC);
+  check(global, 16, Access::atomic, TPK_EMULATOR_PC);
   for (int i = 0; i < 4; ++i) std::atomic_ref<float>(global[i]).fetch_add(values.f[i], std::memory_order_relaxed);
 }
 

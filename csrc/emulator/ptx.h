@@ -45,6 +45,14 @@ FloatQuad mma_fp16(FloatQuad d, Quad a, uint32_t b0, uint32_t b1);
 [[gnu::const]] uint16_t to_bf16(float x) noexcept;
 [[gnu::const]] uint16_t to_fp16(float x) noexcept;
 [[gnu::const]] float from_fp16(uint16_t bits) noexcept;
+void cp_async_wait_all();
+// mbarriers.cpp
+void mbarrier_init(uint32_t shared, uint32_t count);
+void mbarrier_invalidate(uint32_t shared);
+void mbarrier_arrive(uint32_t shared);
+void mbarrier_arrive_expect(uint32_t shared, uint32_t bytes);
+void mbarrier_wait(uint32_t shared, uint32_t parity);
+void cp_async_mbarrier_arrive(uint32_t shared);
 // barriers.cpp
 void barrier_sync(int id, int threads);
 

@@ -37,6 +37,7 @@ void Session::run(const Launch& launch) {
   if (launch.threads % lanes != 0)
     throw std::invalid_argument("emulator: launch of " + launch.kernel + " with " + std::to_string(launch.threads) +
                                 " threads; use a multiple of 32");
+  tensors.begin_launch();
   const uint32_t workers = std::clamp(host_threads, 1u, launch.grid);
   while (blocks_.size() < workers) blocks_.push_back(std::make_unique<Block>());
   std::vector<Report> reports(workers);

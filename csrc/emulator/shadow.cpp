@@ -157,4 +157,16 @@ void Shadow::drop_barrier(uint32_t offset) {
   });
 }
 
+Clash Shadow::use_barrier(const int32_t* seen, uint32_t offset) {
+  Clash first;
+  visit(offset, 8, false, [&](Cell& cell) {
+    if (first.kind != Clash::Kind::none) return;
+    if (cell.state != State::barrier)
+      first = {Clash::Kind::unwritten, 0, 0, false};
+    else if (cell.write_clock > seen[cell.writer])
+      first = {Clash::Kind::race, cell.writer, cell.write_pc, true};
+  });
+  return first;
+}
+
 } // namespace tpk::emulator

@@ -37,6 +37,8 @@ class Shadow {
   // The 8 bytes at offset become a barrier object, or ordinary unwritten memory again.
   Clash make_barrier(uint32_t thread, const int32_t* seen, uint32_t offset, Pc pc);
   void drop_barrier(uint32_t offset);
+  // unwritten: no barrier object is there; race: the thread has not seen it made.
+  Clash use_barrier(const int32_t* seen, uint32_t offset);
 
  private:
   enum class State : uint8_t { unwritten, written, atomic, pending, barrier };

@@ -30,6 +30,7 @@ void Tensors::add(Tensor tensor) {
   std::reverse(entry.outer.begin(), entry.outer.end());
   entry.begin = tensor.data;
   entry.end = tensor.data + static_cast<uintptr_t>((last + 1) * tensor.item_bytes);
+  if (tensor.writable) entry.watch = std::make_shared<GlobalWatch>(entry.end - entry.begin, tensor.fresh);
   entry.tensor = std::move(tensor);
   entries_.push_back(std::move(entry));
 }
@@ -49,14 +50,25 @@ bool Tensors::locate(const Entry& entry, uintptr_t address, uintptr_t& run_begin
   return rest < entry.run_length;
 }
 
-bool Tensors::find_run(uintptr_t address, uint32_t bytes, bool write) {
+Tensors::Entry* Tensors::find_run(uintptr_t address, uint32_t bytes, bool write) {
   for (Entry& entry : entries_) {
     uintptr_t begin = 0, run = 0;
     if ((write && !entry.tensor.writable) || !locate(entry, address, begin, run) || address - begin + bytes > run) continue;
     entry.run_begin = begin, entry.run_bytes = run;
-    return true;
+    return &entry;
   }
-  return false;
+  return nullptr;
+}
+
+std::string Tensors::first_unwritten(const std::string& name) const {
+  for (const Entry& entry : entries_) {
+    if (entry.tensor.name != name || !entry.watch) continue;
+    for (uintptr_t address = entry.begin; address < entry.end; address += entry.tensor.item_bytes) {
+      uintptr_t begin = 0, run = 0;
+      if (locate(entry, address, begin, run) && !entry.watch->written(address - entry.begin)) return index_of(entry, address);
+    }
+  }
+  return {};
 }
 
 bool Tensors::read_only(uintptr_t address) const {

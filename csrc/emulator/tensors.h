@@ -4,8 +4,11 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
+
+#include "emulator/global_watch.h"
 
 namespace tpk::emulator {
 
@@ -14,6 +17,7 @@ struct Tensor {
   uintptr_t data = 0;
   uint32_t item_bytes = 0;
   bool writable = false;
+  bool fresh = false;                  // holds garbage until it is written
   std::vector<int64_t> sizes, strides; // in elements
 };
 
@@ -21,14 +25,30 @@ class Tensors {
  public:
   void add(Tensor tensor);
   void clear() { entries_.clear(); }
-  // Whether the access is allowed. Inline, because every global access of every thread comes here.
-  bool allows(uintptr_t address, uint32_t bytes, bool write) {
+  void begin_launch() {
     for (Entry& entry : entries_)
-      if (address - entry.run_begin < entry.run_bytes && bytes <= entry.run_bytes - (address - entry.run_begin) &&
-          (entry.tensor.writable || !write))
-        return true;
-    return find_run(address, bytes, write);
+      if (entry.watch) entry.watch->begin_launch();
   }
+
+  // Whether the access is allowed, and how it clashes with those of other blocks. Inline: every global access of every thread comes here.
+  struct Touch {
+    bool allowed = false;
+    BlockClash clash;
+  };
+  Touch touch(uintptr_t address, uint32_t bytes, Access access, uint32_t block) {
+    Entry* found = nullptr;
+    for (Entry& entry : entries_) {
+      if (address - entry.run_begin >= entry.run_bytes || bytes > entry.run_bytes - (address - entry.run_begin)) continue;
+      if (access != Access::read && !entry.tensor.writable) continue;
+      found = &entry;
+      break;
+    }
+    if (found == nullptr) found = find_run(address, bytes, access != Access::read);
+    if (found == nullptr) return {};
+    return {true, found->watch ? found->watch->touch(access, block, address - found->begin, bytes) : BlockClash{}};
+  }
+  // Index of the first element of a fresh tensor that nothing has written, as "[0, 1]"; empty when there is none.
+  std::string first_unwritten(const std::string& name) const;
   // Where an address is, in words: "k[0, 12, 1, 64]", "8 bytes past the end of k", "no registered tensor".
   std::string describe(uintptr_t address) const;
   // The address is inside a tensor that may not be written.
@@ -47,9 +67,10 @@ class Tensors {
     uintptr_t begin = 0, end = 0;
     bool nested = true;
     uintptr_t run_begin = 0, run_bytes = 0; // the contiguous run of the last access
+    std::shared_ptr<GlobalWatch> watch;     // of a writable tensor; host threads share it
   };
 
-  bool find_run(uintptr_t address, uint32_t bytes, bool write);
+  Entry* find_run(uintptr_t address, uint32_t bytes, bool write);
   static bool locate(const Entry& entry, uintptr_t address, uintptr_t& run_begin, uintptr_t& run_bytes);
   static std::string index_of(const Entry& entry, uintptr_t address);
 

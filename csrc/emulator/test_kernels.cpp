@@ -215,6 +215,43 @@ template <Copying mistake> void async_copy(TestTask task) {
   }
 }
 
+// ---- mbarriers ------------------------------------------------------------------------------------------------------------------
+
+enum class Phases { sound, one_arrives_less, no_barrier_after_init, wrong_parity, tied_copies, untied_copies };
+
+// Warp 0 fills a slot of shared memory, the other warps read it, three rounds: one mbarrier says full, one free. 16 bytes a thread.
+// tensors: in [3, 32, 4], out [3, threads - 32, 4] (int32).
+template <Phases mistake> void mbarrier_ring(TestTask task) {
+  constexpr uint32_t full = 0, free = 8, slot = 16;
+  const uint32_t t = threadIdx.x, readers = blockDim.x - 32;
+  if (t == 0) {
+    mbarrier_init(full, 32);
+    mbarrier_init(free, readers);
+  }
+  if (mistake != Phases::no_barrier_after_init) __syncthreads();
+  for (uint32_t round = 0; round < 3; ++round) {
+    if (t < 32) {
+      mbarrier_wait(free, (round % 2) ^ 1);
+      const int32_t* source = tensor<const int32_t>(task, 0) + (round * 32 + t) * 4;
+      if (mistake == Phases::tied_copies || mistake == Phases::untied_copies) {
+        ptx::cp_async_16(slot + t * 16, source, true);
+        if (mistake == Phases::tied_copies)
+          cp_async_mbarrier_arrive(full);
+        else
+          mbarrier_arrive(full);
+      } else {
+        ptx::store_shared_16(slot + t * 16, ptx::load_global_16(source));
+        if (mistake != Phases::one_arrives_less || t != 7) mbarrier_arrive(full);
+      }
+    } else {
+      mbarrier_wait(full, mistake == Phases::wrong_parity ? (round + 1) % 2 : round % 2);
+      const uint4 value = ptx::load_shared_16(slot + (31 - t % 32) * 16);
+      mbarrier_arrive(free);
+      ptx::store_global_16(tensor<int32_t>(task, 1) + (round * readers + t - 32) * 4, value);
+    }
+  }
+}
+
 struct TestKernel {
   const char* name;
   void (*kernel)(TestTask);
@@ -249,6 +286,12 @@ constexpr TestKernel kernels[] = {
     {"async_copy_no_barrier", async_copy<Copying::no_barrier>},
     {"async_copy_overwritten", async_copy<Copying::overwritten>},
     {"async_copy_refilled_while_read", async_copy<Copying::refilled_while_read>},
+    {"mbarrier_ring", mbarrier_ring<Phases::sound>},
+    {"mbarrier_ring_one_arrives_less", mbarrier_ring<Phases::one_arrives_less>},
+    {"mbarrier_ring_no_barrier_after_init", mbarrier_ring<Phases::no_barrier_after_init>},
+    {"mbarrier_ring_wrong_parity", mbarrier_ring<Phases::wrong_parity>},
+    {"mbarrier_ring_tied_copies", mbarrier_ring<Phases::tied_copies>},
+    {"mbarrier_ring_untied_copies", mbarrier_ring<Phases::untied_copies>},
 };
 
 } // namespace

@@ -60,11 +60,11 @@ class Emulator:
     def __init__(self, module: ModuleType):
         self.module = module
 
-    def register(self, *, writable: bool, **tensors: Tensor) -> None:
-        """Lets kernels read the tensors, and write them if writable, until the next clear()."""
+    def register(self, *, writable: bool, fresh: bool = False, **tensors: Tensor) -> None:
+        """Lets kernels read the tensors, and write them if writable, until the next clear(). fresh: full of garbage."""
         for name, tensor in tensors.items():
             sizes = (tensor.element_size(), list(tensor.shape), list(tensor.stride()))
-            self.module.register_tensor(name, tensor.data_ptr(), *sizes, writable)
+            self.module.register_tensor(name, tensor.data_ptr(), *sizes, writable, fresh)
 
     def clear(self) -> None:
         """Forgets the tensors and what was found."""
@@ -132,15 +132,17 @@ class EmulatedExtension:
         self._run(self.module.attention_backward, call, writes=("dq", "dk", "dv", "dsinks"))
 
     def _run(self, function: Callable[..., None], call: dict[str, Any], writes: tuple[str, ...]) -> None:
+        fresh = {"out", "dq"}.intersection(writes)  # dk, dv and dsinks are added to
         register, sizes = self.emulator.module.register_tensor, call["sizes"]
         self.emulator.module.clear_tensors()
         for name, axes in self.SHAPES.items():
             if name in call:
                 address, *strides = call[name]
                 item_bytes = 4 if name in ("dk", "dv") else 2
-                register(name, address, item_bytes, [sizes[axis] for axis in axes], [*strides, 1], name in writes)
+                shape = [sizes[axis] for axis in axes]
+                register(name, address, item_bytes, shape, [*strides, 1], name in writes, name in fresh)
         batch, tokens, heads = sizes[0], sizes[1], sizes[3]
-        register("lse", call["lse"], 4, [batch, heads, tokens], [heads * tokens, tokens, 1], "lse" in writes)
+        register("lse", call["lse"], 4, [batch, heads, tokens], [heads * tokens, tokens, 1], *["lse" in writes] * 2)
         for name in ("sinks", "dsinks"):
             if call.get(name):
                 register(name, call[name], 4, [heads], [1], name in writes)
@@ -152,13 +154,16 @@ class EmulatedExtension:
 
         def workspace(size_bytes: int) -> int:
             memory.append(torch.full((size_bytes,), 255, dtype=torch.uint8))  # NaN until it is written
-            register("workspace", memory[-1].data_ptr(), 1, [size_bytes], [1], True)
+            register("workspace", memory[-1].data_ptr(), 1, [size_bytes], [1], True, True)
             allocate(size_bytes)
             return memory[-1].data_ptr()
 
         function(allocate=workspace, **call)
         report = self.emulator.report()
         assert not report.findings, f"\n{report}"
+        for name in [name for name in ("out", "lse", "dq") if name in writes]:
+            unwritten = self.emulator.module.first_unwritten(name)
+            assert unwritten == "", f"nothing has written {name}{unwritten}"
         for row in report.banks:
             phases, turns = self.banks.get(row["place"], (0, 0))
             self.banks[row["place"]] = (phases + row["phases"], turns + row["turns"])

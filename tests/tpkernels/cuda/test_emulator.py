@@ -178,3 +178,51 @@ def test_atomic_additions_of_all_threads_arrive(emulator):
 def test_a_launch_that_no_gpu_would_take_is_refused(emulator, launch, words):
     with pytest.raises(ValueError, match=words):
         emulator.run("copy", outputs={"out": torch.zeros(1)}, **launch)
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def run_in_place(emulator, kernel, first, second, *, fresh=False, grid=2, sizes=(64, 0)):
+    """A kernel whose two tensors may be one and the same."""
+    tensors = {"both": first} if first is second else {"first": first, "second": second}
+    emulator.register(writable=True, fresh=fresh, **tensors)
+    addresses = [first.data_ptr(), second.data_ptr(), 0, 0]
+    emulator.module.run_test_kernel(kernel, grid, 32, 0, addresses, [*sizes, 0, 0])
+    return emulator.report()
+
+
+@pytest.mark.parametrize("host_threads", [1, 2])
+@pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
+def test_what_one_block_writes_no_other_may_touch(emulator, backwards, host_threads):
+    """Blocks run one after another here, so only the watch can tell."""
+    emulator.configure(backwards=backwards, host_threads=host_threads)
+    report = run_in_place(
+        emulator, "copy", *[numbers(80)] * 2, sizes=(64, 1)
+    )  # x[i] = x[i + 1]: one block's last, other's first
+    assert report.kinds == ["race between blocks"] and "both[32]" in str(report), report
+    emulator.clear()
+    emulator.configure(backwards=backwards, host_threads=host_threads)
+    report = run_in_place(emulator, "copy", *[numbers(80)] * 2, sizes=(64, 0))  # each its own
+    assert report.kinds == [], report
+    emulator.clear()
+    values = torch.ones(64)
+    report = run_in_place(
+        emulator, "add", values, values, sizes=(1, 0)
+    )  # all add into [0], which one thread also reads
+    assert "race between blocks" in report.kinds and "both[0]" in str(report), report
+
+
+def test_memory_that_nothing_has_written_may_not_be_read(emulator):
+    report = run_in_place(emulator, "copy", numbers(64), numbers(64), fresh=True)
+    assert report.kinds == ["unwritten"] and "first[0], where nothing has been written yet" in str(report), report
+    emulator.clear()
+    out = numbers(64)
+    source = numbers(64)
+    emulator.register(writable=False, source=source)
+    emulator.register(writable=True, fresh=True, out=out.reshape(8, 8))
+    emulator.module.run_test_kernel("copy", 2, 32, 0, [source.data_ptr(), out.data_ptr(), 0, 0], [51, 0, 0, 0])
+    assert emulator.module.first_unwritten("out") == "[6, 3]"
+    assert emulator.report().kinds == []
+    emulator.module.run_test_kernel("add", 2, 32, 0, [source.data_ptr(), out.data_ptr(), 0, 0], [64, 0, 0, 0])
+    assert emulator.report().kinds == ["unwritten"]

@@ -272,3 +272,37 @@ def test_bank_conflicts_of_ldmatrix(emulator, stride, turns):
     report = emulator.run("ldmatrix", inputs=inputs, outputs=outputs, sizes=sizes, shared_bytes=32 * stride)
     rows = [row for row in report.banks if row["phases"] == 4 and row["accesses"] == 1]
     assert len(rows) == 1 and rows[0]["turns"] == 4 * turns, report.banks
+
+
+# ---- mbarriers -------------------------------------------------------------------------------------------------------
+
+
+def run_ring(emulator, name="mbarrier_ring", threads=96):
+    source = torch.randperm(3 * 32 * 4).to(torch.int32).reshape(3, 32, 4)
+    out = torch.zeros(3, threads - 32, 4, dtype=torch.int32)
+    sizes = {"threads": threads, "shared_bytes": 16 + 32 * 16}
+    report = emulator.run(name, inputs={"source": source}, outputs={"out": out}, **sizes)
+    return report, torch.equal(out, source.flip(1).repeat(1, threads // 32 - 1, 1))
+
+
+@pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
+@pytest.mark.parametrize("name", ["mbarrier_ring", "mbarrier_ring_tied_copies"])
+def test_mbarriers_hand_a_slot_back_and_forth(emulator, name, backwards):
+    emulator.configure(backwards=backwards)
+    report, right = run_ring(emulator, name)
+    assert right and report.kinds == [], report
+
+
+@pytest.mark.parametrize(
+    ("mistake", "kind", "words"),
+    [
+        ("one_arrives_less", "missed barrier", "threads 32-95: at an mbarrier"),
+        ("no_barrier_after_init", "race", "with no barrier that orders the two"),
+        ("wrong_parity", "unwritten", "nothing has written"),
+        ("untied_copies", "copy pending", "is still copying"),
+    ],
+)
+def test_a_mistake_with_an_mbarrier_is_found(emulator, mistake, kind, words):
+    report, _ = run_ring(emulator, f"mbarrier_ring_{mistake}")
+    text = next((finding["text"] for finding in report.findings if finding["kind"] == kind), "")
+    assert words in text and "csrc/emulator/test_kernels.cpp:" in text, report
