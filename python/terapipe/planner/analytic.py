@@ -52,7 +52,7 @@ def analytic_costs(
         INTER: LinkModel(float(hardware.inter_latency_s), per_device * share),
     }
     update_bytes = 2 * (DTYPE_BYTES[dtype] + 16.0)  # weight, gradient, master and moments, read and written
-    norm_bytes, first_bytes = 4.0, 4.0
+    norm_bytes, gradient_bytes = 4.0, 4.0
     return CostModel(
         source="analytic",
         hardware=hardware.name,
@@ -66,7 +66,7 @@ def analytic_costs(
         overheads=Overheads(
             norm_s=norm_bytes / device.memory_rate,
             update_s=update_bytes / device.memory_rate,
-            first_gradient_s=first_bytes / device.memory_rate,
+            first_backward_s=gradient_bytes / device.memory_rate,
         ),
     )
 

@@ -206,15 +206,16 @@ class Overheads:
     """Seconds beside layers and links.
 
     action_s: of every action (the interpreter). step_s: of a step. The others for each parameter of a rank: norm_s of
-    the gradient's norm, update_s of the optimizer's update, first_gradient_s of the first backward of a step (its
-    gradients are made, not added to).
+    the gradient's norm, update_s of the optimizer's update; first_forward_s and first_backward_s of a stage's first
+    forward and backward of a step (it has waited, its weights left the cache, its gradients are made, not added to).
     """
 
     action_s: float = 0.0
     step_s: float = 0.0
     norm_s: float = 0.0
     update_s: float = 0.0
-    first_gradient_s: float = 0.0
+    first_forward_s: float = 0.0
+    first_backward_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -81,7 +81,7 @@ class PlannedRun:
             "model": dataclasses.asdict(self.model),
             "layout": dataclasses.asdict(self.layout),
             "times": self.times.by_kind,
-            "first_gradient": self.times.first_gradient,
+            "first": self.times.first,
             "links": links,
             "plan": json.loads(self.plan.to_json()),
         }
@@ -116,7 +116,7 @@ class PlannedRun:
                 memory_bytes=tuple(fields["memory_bytes"]),
                 times=ActionTimes(
                     {kind: tuple(map(tuple, table)) for kind, table in fields["times"].items()},
-                    tuple(fields["first_gradient"]),
+                    {kind: tuple(row) for kind, row in fields["first"].items()},
                     {
                         Link(source, destination, way): LinkCost(latency, rate, tuple(sizes))
                         for source, destination, way, latency, rate, sizes in fields["links"]
@@ -128,7 +128,7 @@ class PlannedRun:
 
 
 _PLAIN = ("dtype", "label", "hardware", "source", "step_s", "makespan_s", "bubble_share", "mfu")
-_OTHER = ("memory_bytes", "model", "layout", "times", "first_gradient", "links", "plan")
+_OTHER = ("memory_bytes", "model", "layout", "times", "first", "links", "plan")
 
 
 def load(path: Path) -> PlannedRun:

@@ -1,8 +1,8 @@
 """The step that a plan will take with given costs: time, bubble, bytes on every rank. By simulation of its schedule.
 
-An action costs its stage's layers plus the interpreter's overhead; the first backward of a stage also makes the
-gradients. A transfer costs what its link says. To the schedule's makespan come the step's own work: tied gradients,
-the all-reduce over replicas, norm and update, a constant. Memory is weights, gradients, optimizer state and
+An action costs its stage's layers plus the interpreter's overhead; the first forward and the first backward of a stage
+cost more (`Overheads`). A transfer costs what its link says. To the schedule's makespan come the step's own work: tied
+gradients, the all-reduce over replicas, norm and update, a constant. Memory is weights, gradients, optimizer state and
 accumulators, and at its peak what live slices keep and the K/V caches of micros in flight.
 
 The trap: a micro's caches are held whole from its first slice's forward to that slice's backward, whatever the slices.
@@ -33,22 +33,24 @@ class Layout:
 
 @dataclass(frozen=True)
 class ActionTimes:
-    """Seconds of every action by stage, kind and slice, and what a stage's first backward takes beside; of transfers
-    by link. What a plan file keeps of the costs."""
+    """Seconds of every action by stage, kind and slice, and what a stage's first forward and first backward take
+    beside; of transfers by link. What a plan file keeps of the costs."""
 
     by_kind: Mapping[str, tuple[tuple[float, ...], ...]]  # kind -> [stage][slice]
-    first_gradient: tuple[float, ...]  # [stage]
+    first: Mapping[str, tuple[float, ...]]  # "F" and "B" (B or I) -> [stage]
     links: Mapping[Link, LinkCost]
 
     def of(self, plan: Plan) -> list[float]:
         """Of each of the schedule's actions."""
-        values, begun = [], set()
+        values: list[float] = []
+        begun: set[tuple[int, str]] = set()
         for order in plan.schedule.orders:
             for stage, kind, _, piece in order:
                 value = self.by_kind[kind][stage][piece]
-                if kind in "BW" and stage not in begun:
-                    begun.add(stage)
-                    value += self.first_gradient[stage]
+                first = (stage, "B" if kind == "I" else kind)
+                if kind != "W" and first not in begun:
+                    begun.add(first)
+                    value += self.first[first[1]][stage]
                 values.append(value)
         return values
 
@@ -119,7 +121,10 @@ def action_times(plan: Plan, costs: CostModel, stages: list[StageCosts], layout:
         tables.append(known[key])
     return ActionTimes(
         {kind: tuple(table[kind] for table in tables) for kind in "FIWB"},
-        tuple(stage.parameters * overhead.first_gradient_s for stage in stages),
+        {
+            "F": tuple(stage.parameters * overhead.first_forward_s for stage in stages),
+            "B": tuple(stage.parameters * overhead.first_backward_s for stage in stages),
+        },
         _links(plan, costs, layout),
     )
 

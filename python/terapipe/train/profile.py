@@ -43,6 +43,7 @@ from tpkernels.prefix_cache import LENGTH
 
 BLOCKS = 2  # measured at once: their weights push each other out of the cache, as in a stage
 LEAST_REPEATS, MOST_REPEATS, POINT_SECONDS = 3, 12, 0.5
+PAUSE_S = 0.05  # about as long as a rank waits for its first slice
 ALIVE_TOKENS, MOST_MICROS = 2048, 8  # kept alive at once, in micros, so that memory is as fresh as in a step
 HELD_OUT = 4  # every so many points are left out of a fit and predicted, to know its error
 LINK_BYTES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
@@ -233,7 +234,9 @@ class _Bench:
         ids = torch.randint(0, self.model.vocab, (micro_size, tokens))
         return Batch(ids, ids)
 
-    def _run(self, stage: Stage, batch: Batch, slices: int, micros: int, clock: _Clock) -> None:
+    def _run(
+        self, stage: Stage, batch: Batch, slices: int, micros: int, clock: _Clock, *, pause_s: float = 0.0
+    ) -> None:
         stage.begin(evaluating=False)
         for micro in range(micros):
             for piece in range(slices):
@@ -241,28 +244,34 @@ class _Bench:
                 stage.forward(micro, piece, None, batch)
                 clock.end_forward()
         scale = torch.tensor(1.0 / batch.tokens.numel(), dtype=torch.float64)
+        time.sleep(pause_s)
         for micro in range(micros):
             for piece in reversed(range(slices)):
                 clock.begin_backward()
                 stage.backward(micro, piece, scale)
                 clock.end_backward()
 
-    def first_gradient_s(self) -> float:
-        """Seconds a parameter for making its gradient rather than adding to it."""
-        length = 16
+    def first_seconds(self) -> tuple[float, float]:
+        """What the first forward and the first backward of a step take more than the same ones later, for each
+        parameter: behind a pause, with no gradient made yet."""
+        length, slices, micros = 64, 2, 8
         clock = _Clock()
-        stage, batch = self.stage((length,), 1, 0, clock), self.batch(length, 1)
-        times: dict[bool, list[float]] = {True: [], False: []}
-        for _ in range(MOST_REPEATS):
-            for fresh in times:
-                if fresh:
-                    for parameter in self.parameters:
-                        parameter.grad = None
-                clock.clear()
-                self._run(stage, batch, 1, 1, clock)
-                times[fresh].append(sum(seconds for _, seconds in clock.backwards(0)))
+        stage, batch = self.stage((length,) * slices, 1, 0, clock), self.batch(length * slices, 1)
+        more: tuple[list[float], list[float]] = ([], [])
+        for number in range(MOST_REPEATS):
+            for parameter in self.parameters:
+                parameter.grad = None
+            clock.clear()
+            barrier()
+            time.sleep(PAUSE_S)
+            self._run(stage, batch, slices, micros, clock, pause_s=PAUSE_S)
+            for seconds, read in zip(more, (clock.forwards, clock.backwards), strict=True):
+                first, *later = (sum(value for _, value in read(micro * slices)) for micro in range(micros))
+                if number:
+                    seconds.append(first - statistics.median(later))
         count = sum(parameter.numel() for parameter in self.parameters)
-        return max(0.0, statistics.median(times[True]) - statistics.median(times[False])) / count
+        forward, backward = (max(0.0, statistics.median(seconds)) / count for seconds in more)
+        return forward, backward
 
     def _freeze(self, frozen: bool) -> None:
         for name, layer in self.layers.items():
@@ -438,7 +447,7 @@ def measure_overheads(bench: _Bench, settings: OptimizerSettings, link: LinkMode
     action_s = _step_of_nothing(ranks=1, slices=slices, links="local") / (2 * slices)
     step_s = 0.0 if link is None else _step_seconds(action_s, link)
     norm_s, update_s = _norm_seconds(bench), _update_seconds(bench, settings)
-    found = torch.tensor([action_s, step_s, norm_s, update_s, bench.first_gradient_s()], dtype=torch.float64)
+    found = torch.tensor([action_s, step_s, norm_s, update_s, *bench.first_seconds()], dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(found)
         found /= dist.get_world_size()
