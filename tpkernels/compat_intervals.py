@@ -150,7 +150,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) 
         return out[None], lse[None]
     out = q.new_zeros(*q.shape[:3], v.shape[3])
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulator_dtype(q.dtype), device=q.device)
-    lse.copy_(lse.new_tensor(-math.inf) if sinks is None else sinks[:, None])
+    if sinks is None:
+        lse.fill_(-math.inf)
+    else:
+        lse.copy_(sinks[:, None])
     if not out.numel():
         return out, lse
     with attention_ops._no_autocast(q.device.type):

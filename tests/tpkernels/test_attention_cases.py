@@ -15,7 +15,8 @@ from tpkernels import Mask, PrefixCache, prefix_attention, testing
 from tpkernels.compat import flash_attn_varlen_func, flash_attn_with_kvcache, scaled_dot_product_attention
 from tpkernels.testing import AttentionCase
 
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+pytestmark = pytest.mark.on_gpu_too
 
 
 def leaves(*shapes, dtype=torch.float32, factor=1.0):
@@ -29,11 +30,12 @@ def grads(out, dout, *inputs):
 # ---- rows that see no key --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0])], ids=["plain", "sinks"])
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_more_queries_than_keys_leave_the_first_rows_empty(sinks, dtype, backend):
+def test_more_queries_than_keys_leave_the_first_rows_empty(with_sinks, dtype, backend):
     """FA #1778 (2048 queries, 1024 keys: the first 1024 rows must be exactly 0), FA PR #978 (their lse was +inf)."""
     q, k, v = leaves((1, 150, 2, 16), (1, 70, 2, 16), (1, 70, 2, 16), dtype=dtype)
+    sinks = torch.tensor([0.5, -1.0]) if with_sinks else None
     settings = {"sinks": sinks, "backend": backend}
     out, lse = prefix_attention(q, k, v, return_lse=True, **settings)
     dout = torch.randn_like(out)
@@ -96,6 +98,7 @@ def poison():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation")
 def test_nothing_uninitialised_comes_out(poison, drop_in):
     """pytorch #176793, FA PR #2324: rows behind cu_seqlens[-1] kept what the allocator gave, NaN gradients. The kind:
     every result that a kernel may leave unwritten: rows behind the last sequence, keys nobody sees, rows without keys,
@@ -110,7 +113,7 @@ def test_nothing_uninitialised_comes_out(poison, drop_in):
         for cache in caches:
             cache[i, :length] = 1.0
     results.append(flash_attn_with_kvcache(pieces[0], *caches, *pieces[1:], cache_seqlens=lengths, causal=True))
-    results.append(prefix_attention(*pieces, PrefixCache(3, 25, 2, 8)))
+    results.append(prefix_attention(*pieces, PrefixCache(3, 25, 2, 8, device=torch.get_default_device())))
     results.append(prefix_attention(q[None], k[None, :9], v[None, :9]))  # rows before the first key
     results.append(prefix_attention(q[None, :9], k[None], v[None], mask=Mask(window=(3, None))))  # keys unseen
     results.append(prefix_attention(q[None], k[None, :0], v[None, :0]))
@@ -268,7 +271,7 @@ def test_one_key_a_row_gives_its_value_and_no_gradient_for_q_and_k(dtype, backen
 def test_empty_dimensions(shape, cached, backend):
     kv_shape = (*shape[:2], shape[2] // 2, 8)
     q, k, v = leaves(shape, kv_shape, kv_shape)
-    cache = PrefixCache(shape[0], 9, kv_shape[2], 8) if cached else None
+    cache = PrefixCache(shape[0], 9, kv_shape[2], 8, device=q.device) if cached else None
     out, lse = prefix_attention(q, k, v, cache, backend=backend, return_lse=True)
     assert out.shape == shape and lse.shape == (shape[0], shape[2], shape[1])
     dq, dk, dv = grads(out, torch.ones_like(out), q, k, v)
@@ -339,7 +342,7 @@ def test_packed_documents_equal_separate_ones(backend):
     """A document never sees another: the packed result is bit for bit built from the same keys, within rounding."""
     lengths = (19, 1, 44)
     q, k, v = leaves((1, 64, 6, 24), (1, 64, 2, 24), (1, 64, 2, 24))
-    cache = PrefixCache(1, 64, 2, 24)
+    cache = PrefixCache(1, 64, 2, 24, device=q.device)
     mask = Mask.from_documents([lengths])
     cuts = (0, 30, 41, 64)  # slices cross the borders of documents
     pieces = [
@@ -453,7 +456,7 @@ def test_any_strides(cached, backend):
     """A last dimension that is not contiguous is copied; other strides are taken as they are (FA: an error)."""
 
     def attend(*x):
-        cache = PrefixCache(2, 21, 2, 8) if cached else None
+        cache = PrefixCache(2, 21, 2, 8, device=torch.get_default_device()) if cached else None
         return prefix_attention(*x, cache, backend=backend)
 
     plain = leaves((2, 21, 6, 8), (2, 21, 2, 8), (2, 21, 2, 8))

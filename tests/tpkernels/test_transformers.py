@@ -175,10 +175,11 @@ def test_gradient_checkpointing_and_bf16():
     assert max(differences(logits_and_gradients(low, *inputs), exact)) <= 3 * yardstick
 
 
-def test_a_flattened_batch_says_where_its_sequences_are(backend):
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_a_flattened_batch_says_where_its_sequences_are(name, backend):
     """What DataCollatorWithFlattening(return_flash_attn_kwargs=True) gives, also with a cache in use, when
     transformers itself does not look at position_ids."""
-    model = build("llama", use_cache=True)
+    model = build(name, use_cache=True)
     model.set_attn_implementation("tpkernels")
     lengths = [9, 1, 11]
     ids = torch.randint(3, 61, (1, TOKENS))
