@@ -45,7 +45,7 @@ def _run(
     seed, millionths = 7 * slots + tiles, 20_000
     numbers = (uses, slots, tiles, NEAR_WRAP, seed, spin_us, millionths)
     environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
-    command = [*program, orders, *map(str, numbers)]
+    command = [*program, orders, *map(str, numbers), "threads"]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
 
 

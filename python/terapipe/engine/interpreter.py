@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -141,7 +142,8 @@ class RankProgram:
         ready = time.perf_counter()
         stage, micro, piece = self.stages[action.stage], action.micro, action.slice
         if action.is_forward:
-            output = stage.forward(micro, piece, arrived, self._micros[micro])
+            reserve = None if hops.puts is None else partial(hops.puts.link.reserve, hops.puts.key)
+            output = stage.forward(micro, piece, arrived, self._micros[micro], reserve=reserve)
         else:
             gradient = self._scale if stage.last else arrived
             assert gradient is not None

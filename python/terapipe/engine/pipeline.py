@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -47,7 +48,7 @@ from terapipe.engine.stage import Loss, Stage
 from terapipe.engine.start import LayerSource, Start, check_layers, check_starts, choose_links
 from terapipe.engine.wiring import Expected, Wiring, link_specs, open_local_wiring, open_process_wiring
 from terapipe.models.linear import IN_PLACE
-from terapipe.schedule import Plan
+from terapipe.schedule import Plan, check, ring_slots
 from terapipe.schedule.trace import TraceEvent
 from tpkernels import Mask
 from tpkernels.links import LinkError
@@ -92,9 +93,10 @@ class Pipeline:
     loss: (output of the last layer, targets) -> sum over targets.  hidden_size: last dimension of what stages hand on.
     ties: pairs of global parameter names with one value.  links: "local" (this process runs every rank), or one process
     a rank with "shm" (shared memory), "dist" (torch.distributed) or "auto" (shm where both ranks are on CPUs of one
-    host). dtype: of hidden states and caches; parameters of 16 bits get fp32 gradients.
-    stall_seconds: after so long in one action every rank's position is logged. Raises ValueError before any work when
-    layers, plan, processes and parameters do not fit.
+    host). link_slots: 0, a slice stays in its slot until its backward (resident, as many slots as the plan needs); else
+    it is copied out of a ring of so many. link_timeout: the longest wait for a slice. dtype: of hidden states and
+    caches; parameters of 16 bits get fp32 gradients. stall_seconds: after so long in one action every rank's position
+    is logged. Raises ValueError before any work when layers, plan, processes and parameters do not fit.
     """
 
     def __init__(
@@ -108,6 +110,8 @@ class Pipeline:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         links: str = "auto",
+        link_slots: int = 0,
+        link_timeout: timedelta = timedelta(minutes=30),
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
         named = (
@@ -138,7 +142,7 @@ class Pipeline:
             "ties": json.dumps([list(tie) for tie in ties]),
             "hidden_size": str(hidden_size),
             "dtype": str(dtype),
-            "links": links,
+            "links": f"{links} {link_slots}",
         }
         reports = self._tell_all(Start(own_parameters(own, self.rank), given, failure))
         if trouble is not None:
@@ -154,14 +158,23 @@ class Pipeline:
             setattr(parameter, IN_PLACE, True)  # step() alone reads and replaces gradients, so a layer may add to them
             if parameter.dtype.itemsize < 4:
                 parameter.grad_dtype = torch.float32
+        self._slots = plan.slots
+        if link_slots:
+            self._slots = ring_slots(plan.schedule, link_slots)
+            check(plan.schedule, self._slots)
         specs = link_specs(
-            plan.schedule, plan.slots, dtype, self._device, (plan.micro_size, max(plan.slices), hidden_size)
+            plan.schedule, self._slots, dtype, self._device, (plan.micro_size, max(plan.slices), hidden_size)
         )
         self._wiring: Wiring = (
             open_local_wiring(specs)
             if self._local
             else open_process_wiring(
-                specs, self.rank, links=links, families=self.census.families, owner=self.census.owner
+                specs,
+                self.rank,
+                links=links,
+                families=self.census.families,
+                owner=self.census.owner,
+                timeout=link_timeout,
             )
         )
         self._board = FailureBoard(self.rank, 1 if self._local else plan.ranks)
@@ -172,7 +185,7 @@ class Pipeline:
         ]
         # Ranks of one host share a clock; in one process nothing is on its way.
         timed = not self._local and self._wiring.one_clock
-        self._transfers = [transfer for order in plan.slots.order.values() for transfer in order] if timed else []
+        self._transfers = [transfer for order in self._slots.order.values() for transfer in order] if timed else []
         self._hand_offs: list[HandOff] = []
         self._step_began = 0.0
         self._broken: PipelineError | None = None
@@ -388,7 +401,7 @@ class Pipeline:
                 for transfer in transfers
                 if not evaluating or link.direction == "F"
             ]
-            for link, transfers in self.plan.slots.order.items()
+            for link, transfers in self._slots.order.items()
         }
 
     def _loss_sum(self) -> float:
@@ -420,7 +433,7 @@ class Pipeline:
         origin = self._board.origin(wait=lost is not None or "onnection" in str(cause))
         if origin is None:
             if lost is not None:
-                ended = f"the process ended without a report; rank {rank} noticed in {action}: {cause}"
+                ended = f"the process left no report; rank {rank} noticed in {action}: {cause}"
                 last_seen = f"an unknown action (last seen: {self._board.position(lost)})"
                 failure = Failure(lost, last_seen, ended)
             origin = self._board.record(failure)

@@ -32,7 +32,7 @@ class _Live:
 
 class Stage:
     """`layers` global name -> module, in order.  `slice_starts`, `slice_lengths` in tokens.  Layers with `make_cache`
-    get a prefix cache per micro."""
+    get a prefix cache per micro; one that `writes_out` takes `out=`, memory which it may compute its result into."""
 
     def __init__(
         self,
@@ -63,16 +63,27 @@ class Stage:
         )  # one per layer, shared by all micros: their backwards never interleave
         self._masks: dict[int, tpkernels.Mask] = {}
         self._evaluating = False
+        final = next(reversed(self.layers.values()))
+        self._writes_out = final if getattr(final, "writes_out", False) else None
 
     def begin(self, *, evaluating: bool) -> None:
         """Start of a step: `evaluating` keeps no graph and frees a micro's caches with its last forward."""
         self._evaluating = evaluating
         self._losses.clear()
 
-    def forward(self, micro: int, piece: int, hidden: Tensor | None, batch: Batch) -> Tensor | None:
+    def forward(
+        self,
+        micro: int,
+        piece: int,
+        hidden: Tensor | None,
+        batch: Batch,
+        *,
+        reserve: Callable[[], Tensor] | None = None,
+    ) -> Tensor | None:
         """Hidden states of one slice, from the previous stage's (`None` on the first stage, which reads the tokens
         of `batch`, the micro's rows).
 
+        reserve: gives the memory for the output, asked for when a last layer that `writes_out` is about to run.
         Returns what the next stage needs; None on the last stage, which keeps the slice's loss sum."""
         start, length = self.slice_starts[piece], self.slice_lengths[piece]
         tokens = slice(start, start + length)
@@ -85,8 +96,10 @@ class Stage:
         mask = self._mask(micro, batch)
         positions = mask.positions(start, length).to(self._device).expand(self._micro_size, length)
         with torch.set_grad_enabled(not self._evaluating):
+            final = None if self.last or reserve is None else self._writes_out
             for layer, cache in zip(self.layers.values(), self._caches_of(micro), strict=True):
-                x = layer(x, cache, mask, positions)
+                out = {"out": reserve()} if layer is final and reserve is not None else {}
+                x = layer(x, cache, mask, positions, **out)
             if self.last:
                 x = self._loss(x, batch.targets[:, tokens])
                 self._losses[micro, piece] = x.detach()

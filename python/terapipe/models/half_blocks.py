@@ -76,12 +76,18 @@ def add_linear(residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
     return residual + linear(x.flatten(2))
 
 
-def mlp(hidden: Tensor, norm: Norm, gate: Linear | None, up: Linear, down: Linear) -> Tensor:
-    """hidden + down(silu(gate(norm)) * up(norm)) of its norm; without gate hidden + down(gelu_tanh(up(norm)))."""
+def mlp(
+    hidden: Tensor, norm: Norm, gate: Linear | None, up: Linear, down: Linear, *, out: Tensor | None = None
+) -> Tensor:
+    """hidden + down(silu(gate(norm)) * up(norm)) of its norm; without gate hidden + down(gelu_tanh(up(norm))).
+
+    As one node the result is computed into `out`, memory without a gradient that nothing saves."""
     parameters = _parameters(hidden, norm, gate, up, down)
     if parameters is not None:
-        out: Tensor = _Mlp.run(hidden, (norm.eps, norm.rms), *parameters)
-        return out
+        if out is not None and (out.dtype, out.shape) != (hidden.dtype, hidden.shape):
+            out = None  # whoever wants the result will say what is wrong with it
+        result: Tensor = _Mlp.run(hidden, (norm.eps, norm.rms, out), *parameters)
+        return result
     normed = norm(hidden)
     return hidden + down(fused.gelu_tanh(up(normed)) if gate is None else fused.swiglu(gate(normed), up(normed)))
 
@@ -197,7 +203,7 @@ class _Mlp(_Piece):
     def forward(
         ctx: Any,
         hidden: Tensor,
-        settings: tuple[float, bool],
+        settings: tuple[float, bool, Tensor | None],
         norm_weight: Tensor,
         norm_bias: Tensor | None,
         *parameters: Tensor | None,
@@ -210,7 +216,7 @@ class _Mlp(_Piece):
         active = fused.gated_forward(gate, up, activation=_activation(up))
         ctx.save_for_backward(x, values.out, values.mean, values.rstd, norm_weight, norm_bias, *inner, *parameters)
         ctx.linears = len(into)
-        return _add_linear(x, active, down, down_bias).view(hidden.shape)
+        return _add_linear(x, active, down, down_bias, out=settings[2]).view(hidden.shape)
 
     @staticmethod
     def backward(ctx: Any, dhidden: Tensor) -> tuple[Tensor | None, ...]:
@@ -250,8 +256,10 @@ def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
 
 
-def _add_linear(residual: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out = torch.addmm(residual, rows, weight.t())
+def _add_linear(
+    residual: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor | None = None
+) -> Tensor:
+    out = torch.addmm(residual, rows, weight.t(), out=None if out is None else out.view(residual.shape))
     return out if bias is None else out.add_(bias)
 
 

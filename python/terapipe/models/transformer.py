@@ -54,6 +54,8 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block: attention over prefix and slice, then the MLP, each added to the residual."""
 
+    writes_out = True
+
     def __init__(
         self, config: ModelConfig, angles: RotaryAngles | None, *, dtype: torch.dtype, device: DeviceLike
     ) -> None:
@@ -85,12 +87,21 @@ class Block(nn.Module):
             batch, capacity, self.kv_heads, self.head_dim, dtype=dtype, device=device, accumulator=accumulator
         )
 
-    def forward(self, hidden: Tensor, cache: PrefixCache | None, mask: Mask, positions: Tensor) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        cache: PrefixCache | None,
+        mask: Mask,
+        positions: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """out: where the result may go, for example a slot of the next stage; it does when the MLP is one node."""
         turns = None if self.angles is None else self.angles(positions, dtype=hidden.dtype)
         linears = (self.query, self.key, self.value)
         hidden, q, k, v = norm_linears(hidden, self.attention_norm, linears, head_dim=self.head_dim, turns=turns)
         hidden = add_linear(hidden, prefix_attention(q, k, v, cache, mask=mask), self.output)
-        return mlp(hidden, self.mlp_norm, self.gate, self.up, self.down)
+        return mlp(hidden, self.mlp_norm, self.gate, self.up, self.down, out=out)
 
 
 class Head(nn.Module):

@@ -112,6 +112,8 @@ class ParallelSettings:
     """seq_1f1b: forwards a rank may run ahead for each hop; more hides unequal slices and costs memory."""
     links: Literal["auto", "local", "shm", "dist"] = "auto"
     """auto: shared memory between CPU ranks of one host, else torch.distributed; local: one process steps all ranks."""
+    link_slots: int = 0
+    """0: a slice stays where it arrived until its backward has run; more: it is copied out of a ring of so many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +242,7 @@ class TrainConfig:
 
 _AT_LEAST = {
     **dict.fromkeys(("steps", "seed", "evaluate_every", "evaluate_sequences", "checkpoint.every"), 0),
-    **dict.fromkeys(("parallel.ranks", "data.document_tokens"), 0),
+    **dict.fromkeys(("parallel.ranks", "parallel.link_slots", "data.document_tokens"), 0),
     **dict.fromkeys(("tokens", "log_every", "checkpoint.keep"), 1),
     **{f"parallel.{key}": 1 for key in ("slices", "micros", "micro_size", "warmup_per_hop")},
     **{f"optimizer.{key}": 0 for key in ("learning_rate", "min_learning_rate", "warmup_steps", "weight_decay", "clip")},

@@ -112,6 +112,7 @@ class Trainer:
             device=device,
             dtype=dtype,
             links=config.parallel.links,
+            link_slots=config.parallel.link_slots,
         )
         self._closing = contextlib.ExitStack()
         self._closing.push(self.pipeline)  # its own exit tells the other ranks what failed here

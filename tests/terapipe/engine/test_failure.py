@@ -16,6 +16,7 @@ import pytest
 from worker import CAUGHT
 
 from terapipe.engine.failure import Failure, FailureBoard, PipelineError, Watchdog, words
+from tpkernels.links import shm_missing
 
 WITHIN_S = 8.0
 ACTION = {
@@ -108,9 +109,39 @@ def test_a_killed_rank_is_named_by_its_neighbours(
     assert processes.status == 137
     errors = capfd.readouterr().err
     assert "terapipe: rank 2 was ended by signal SIGKILL" in errors
-    origin = r"rank 2 failed in an unknown action \(last seen: .*\): the process ended without a report; rank 1 noticed"
+    origin = r"rank 2 failed in an unknown action \(last seen: .*\): the process left no report; rank 1 noticed"
     for rank in (0, 1):
         assert re.search(f"rank {rank} stopped because {origin} in 1B0", errors), errors[-3000:]
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.skipif(bool(shm_missing()), reason=f"shared-memory links: {shm_missing()}")
+def test_a_rank_that_stands_still_is_named_by_its_neighbours(
+    run_scenario: Callable[..., Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    processes = run_scenario("stopped", 3)
+    assert processes.status == 1
+    assert all(_gone(pid) for pid in processes.pids)
+    errors = capfd.readouterr().err
+    origin = r"rank 2 failed in an unknown action \(last seen: .*\): the process left no report; rank 1 noticed in 1B0"
+    for rank in (0, 1):
+        assert re.search(f"rank {rank} stopped because {origin}.*rank 2 stands still", errors), errors[-3000:]
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.skipif(bool(shm_missing()), reason=f"shared-memory links: {shm_missing()}")
+def test_a_slice_that_never_comes_ends_every_rank_with_one_error(run_scenario: Callable[..., Any]) -> None:
+    processes = run_scenario("dropped", 3)
+    assert processes.status == 0
+    found = {(result["rank"], result["action"], result["cause"]) for result in processes.results}
+    assert len(found) == 1
+    rank, action, cause = found.pop()
+    assert (rank, action) == (2, "2F0.1")
+    assert re.search(
+        r"link 1->2 \(activations\): rank 1 is alive but did not come: waited 1\.\d s for stage 2, micro 0, slice 1 "
+        r"\(slot 1, tile 0, wanted epoch \d+, saw \d+\)",
+        cause,
+    )
 
 
 # ---- alone -----------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ class Stage:
     def begin(self, *, evaluating: bool) -> None:
         self.log.append(("begin", self.index, evaluating))
 
-    def forward(self, micro: int, piece: int, hidden: Tensor | None, batch: Batch) -> Tensor | None:
+    def forward(self, micro: int, piece: int, hidden: Tensor | None, batch: Batch, *, reserve: Any) -> Tensor | None:
         assert (hidden is None) == self.first and int(batch.tokens[0, 0]) == micro
         value = torch.tensor(100.0 * micro + 10 * piece) if hidden is None else hidden + 1
         self.log.append((str(Action(self.index, "F", micro, piece)), float(value)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,8 +11,11 @@ from torch import Tensor, nn
 
 from terapipe.engine import Batch
 from terapipe.engine.stage import Stage
+from terapipe.models import layers
+from terapipe.models.config import ModelConfig
 from tpkernels import Mask
 
+CPU = torch.device("cpu")
 SLICES = (2, 1, 3)
 BATCH = Batch(
     torch.arange(12).view(2, 6),
@@ -183,3 +187,25 @@ def test_an_input_that_nothing_differentiates_gets_a_zero_gradient() -> None:
     gradient = stage.backward(0, 0, torch.ones(2, 2, 4))
     assert gradient is not None and torch.equal(gradient, torch.zeros(2, 2, 4))
     assert float(stage.layers["plain"].weight.grad) == 16.0
+
+
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_last_block_computes_into_what_is_reserved_and_the_numbers_stay(mlp: Any, training: bool) -> None:
+    config = ModelConfig(vocab=9, hidden=8, layers=1, heads=2, max_tokens=6, mlp=mlp, bias=mlp == "gelu")
+    results = []
+    for reserved in (None, torch.full((2, 3, 8), torch.nan, dtype=torch.float64)):
+        block = layers(config, seed=1, dtype=torch.float64)["blocks.0"]()
+        settings = {"first": False, "last": False, "loss": None, "device": CPU, "dtype": torch.float64}
+        stage = Stage(1, {"block": block}, slice_lengths=(3, 3), micro_size=2, **settings)  # type: ignore[arg-type]
+        stage.begin(evaluating=not training)
+        hidden = torch.randn(2, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        reserve = None if reserved is None else partial(reserved.view, 2, 3, 8)
+        output = stage.forward(0, 0, hidden, BATCH, reserve=reserve)
+        assert output is not None and not output.requires_grad
+        results.append([output])
+        if reserved is not None:
+            assert output.data_ptr() == reserved.data_ptr() and not reserved.requires_grad
+        if training:
+            results[-1].append(stage.backward(0, 0, torch.ones_like(output)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

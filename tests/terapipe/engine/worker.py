@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from torch import Tensor, nn
 
 from terapipe.engine import Batch, Pipeline, PipelineError, launch
 from terapipe.models import tied_parameters
-from terapipe.schedule import Plan, make_plan
+from terapipe.schedule import Link, Plan, make_plan
+from tpkernels.links import ShmLink
 
 LAYOUTS = {
     2: [
@@ -38,7 +40,7 @@ LAYOUTS = {
     ],
 }
 
-LINKS = {2: ("shm", "dist"), 3: ("shm",)}
+LINKS = {2: (("shm", 0), ("dist", 0)), 3: (("shm", 2),)}  # kind, slots of a ring that copies out
 
 
 def run_layout(pipeline: Pipeline, case: Case) -> dict[str, Any]:
@@ -69,12 +71,22 @@ def layouts(rank: int, ranks: int) -> dict[str, Any]:
     results: dict[str, Any] = {"tied": []}
     for case in LAYOUTS[ranks]:
         for links in LINKS[ranks]:
-            with case.pipeline(links=links) as pipeline:
+            with case.pipeline(links=links[0], link_slots=links[1]) as pipeline:
                 results[str(case), links] = run_layout(pipeline, case)
                 if tied_parameters(case.config):
                     results["tied"].append(train_tied(pipeline, case))
     results["mixed ties"] = mixed_ties(ranks)
     return results
+
+
+HOSTS_CASE = Case("llama", 2, (100, 157), 2, 1, "seq_1f1b", dtype="fp32")
+
+
+def hosts(rank: int, ranks: int) -> dict[str, Any]:
+    """One case with the links that "auto" finds."""
+    with HOSTS_CASE.pipeline() as pipeline:
+        kinds = {link.kind for link in pipeline._wiring.links.values()}
+        return {**run_layout(pipeline, HOSTS_CASE), "kinds": kinds}
 
 
 def train_tied(pipeline: Pipeline, case: Case) -> dict[str, Tensor]:
@@ -119,6 +131,8 @@ def _go_off(armed: Any) -> None:
     raised_at = time.monotonic()
     if armed == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif armed == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
     elif isinstance(armed, float):
         time.sleep(armed)
     elif armed:
@@ -275,6 +289,40 @@ def uncaught(rank: int, ranks: int) -> dict[str, Any]:
 
 def killed(rank: int, ranks: int) -> dict[str, Any]:
     return _ends(rank, ranks, "kill")
+
+
+def stopped(rank: int, ranks: int) -> dict[str, Any]:
+    """As `killed`, but the process only stands still; its peers give up after a second instead of ten."""
+    shm_options(silence_s=1.0)
+    return _ends(rank, ranks, "stop")
+
+
+class Forgetful:
+    """A ring's sender that fills its second slot and never posts it."""
+
+    def __init__(self, ring: Any) -> None:
+        self._ring, self._puts = ring, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ring, name)
+
+    def put(self, slot: int, address: int, num_bytes: int) -> Any:
+        self._puts += 1
+        return self._ring.reserve(slot) if self._puts == 2 else self._ring.put(slot, address, num_bytes)
+
+
+def dropped(rank: int, ranks: int) -> dict[str, Any]:
+    """Rank 1 forgets to post its second slice to rank 2; nobody is dead or disconnected."""
+    pipeline = _pipeline(ranks, link_timeout=timedelta(seconds=1.5))
+    if rank == 1:
+        link: Any = pipeline._wiring.links[Link(1, 2, "F")]
+        link._ring = Forgetful(link._ring)
+    dist.barrier()
+    return _failure_of(pipeline)
+
+
+def shm_options(**options: float) -> None:
+    ShmLink.__init__.__kwdefaults__.update(options)  # type: ignore[attr-defined]
 
 
 def _ends(rank: int, ranks: int, how: str) -> dict[str, Any]:

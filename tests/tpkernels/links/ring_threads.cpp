@@ -1,5 +1,5 @@
-// ring_threads.cpp: the ring between two threads, for ThreadSanitizer, which cannot see across processes.
-//   ring_threads ORDERS USES SLOTS TILES FIRST_EPOCH SEED SPIN_US MILLIONTHS_OF_SLEEP
+// ring_threads.cpp: the ring between two threads, for ThreadSanitizer, which cannot see across processes, or between two processes.
+//   ring_threads ORDERS USES SLOTS TILES FIRST_EPOCH SEED SPIN_US MILLIONTHS_OF_SLEEP threads|processes
 // Slots are used in a random order and released out of order, as a plan of resident slots does. Every word of a slice is checked.
 // ORDERS "sound" are the real ones; "post" and "credit" publish with a relaxed store, which the sanitizer must report.
 #include <cstdio>
@@ -8,6 +8,8 @@
 #include <string>
 #include <thread>
 #include <vector>
+
+#include <sys/mman.h>
 
 #include "links/ring.h"
 
@@ -53,15 +55,15 @@ template <class TestRing> void run(char** arguments) {
   const auto argument = [&](int index) { return static_cast<uint32_t>(std::strtoul(arguments[index], nullptr, 10)); };
   const uint32_t uses = argument(1), slots = argument(2), tiles = argument(3), first = argument(4), seed = argument(5);
   const Geometry geometry{slots, tiles, tiles * 64, 64};
-  auto* const memory = static_cast<std::byte*>(std::aligned_alloc(kPage, round_up(Layout(geometry).bytes, kPage)));
-  std::memset(memory, 0, Layout(geometry).bytes);
+  const uint64_t bytes = Layout(geometry).bytes;
+  auto* const memory = static_cast<std::byte*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
   TestRing::format(memory, geometry, 1, first);
   std::mt19937 random(seed);
   std::vector<uint32_t> slot_of(uses), words_of(uses);
   for (uint32_t use = 0; use < uses; ++use) slot_of[use] = random() % slots, words_of[use] = 1 + random() % (tiles * 16);
   const Patience patience{.spin = std::chrono::microseconds(argument(6)), .silence = std::chrono::hours(1)};
 
-  std::thread sender([&] {
+  const auto send = [&] {
     TestRing ring(memory, Role::sender, patience);
     Sleeper sleeper{std::mt19937(seed + 1), argument(7)};
     for (uint32_t use = 0; use < uses; ++use) {
@@ -76,7 +78,12 @@ template <class TestRing> void run(char** arguments) {
       }
       ring.post(slot, (words_of[use] - 1) / 16);
     }
-  });
+  };
+  std::thread sender;
+  if (std::string(arguments[8]) == "threads")
+    sender = std::thread(send);
+  else if (fork() == 0)
+    send(), std::_Exit(0);
 
   TestRing ring(memory, Role::receiver, patience);
   Sleeper sleeper{std::mt19937(seed + 2), argument(7)};
@@ -107,14 +114,14 @@ template <class TestRing> void run(char** arguments) {
     if (sleeper.random() % 2) release(sleeper.random() % held.size());
   }
   while (!held.empty()) release(held.size() - 1);
-  sender.join();
-  std::free(memory);
+  if (sender.joinable()) sender.join();
+  munmap(memory, bytes);
 }
 
 } // namespace
 
 int main(int count, char** arguments) {
-  if (count != 9) return 1;
+  if (count != 10) return 1;
   const std::string orders = arguments[1];
   if (orders == "post")
     run<Ring<RelaxedPost>>(arguments + 1);
