@@ -18,6 +18,8 @@ from terapipe.models.config import ModelConfig
 from terapipe.models.presets import BYTE_VOCAB
 from terapipe.models.presets import PRESETS as MODELS
 from terapipe.names import unknown
+from terapipe.planner import plan_file
+from terapipe.planner.plan_file import PlannedRun
 from terapipe.schedule import Plan, make_plan
 from terapipe.train.text_files import stdlib_text
 
@@ -95,6 +97,8 @@ class DataSettings:
 class ParallelSettings:
     """How a step is cut: into micros of sequences, slices of tokens, stages of layers."""
 
+    plan: Annotated[Path | None, tyro.conf.arg(aliases=("--plan",))] = None
+    """A file of `terapipe plan`, which then decides everything below but `ranks` and `links`."""
     ranks: int = 0
     """Pipeline ranks; 0: as many as processes. One process can step several ranks, for debugging."""
     slices: int = 1
@@ -175,11 +179,54 @@ class TrainConfig:
         the remedy."""
         model = self.model.resolve()
         self._check(model)
-        return dataclasses.replace(self, model=ModelSettings.of(model, self.model.preset))
+        return dataclasses.replace(
+            self, model=ModelSettings.of(model, self.model.preset), parallel=self._planned_settings(model)
+        )
+
+    def planned(self) -> PlannedRun | None:
+        """The plan file, if the run follows one."""
+        return None if self.parallel.plan is None else plan_file.load(self.parallel.plan)
+
+    def _planned_settings(self, model: ModelConfig) -> ParallelSettings:
+        """`parallel` as the plan file has it. ValueError for a plan of another run, or one the engine cannot run."""
+        planned, given = self.planned(), self.parallel
+        if planned is None:
+            return given
+        plan_file.refuse_other_model(planned, model)
+        for name, wanted in (("tokens", planned.plan.tokens), ("dtype", planned.dtype)):
+            if getattr(self, name) != wanted:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, but the plan {given.plan} is for {wanted}; give --{name} "
+                    f"{wanted}, or plan again."
+                )
+        plan_file.refuse_what_the_engine_lacks(planned)
+        free = ParallelSettings(plan=given.plan, ranks=given.ranks, links=given.links)
+        settings = dataclasses.replace(
+            free,
+            micros=planned.plan.micros,
+            micro_size=planned.plan.micro_size,
+            slices=len(planned.plan.slices),
+            slice_tokens=planned.plan.slices,
+            stage_layers=tuple(last - first for first, last in planned.plan.stages),
+        )
+        if given not in (free, settings):
+            other = [f.name for f in dataclasses.fields(given) if getattr(given, f.name) != getattr(free, f.name)]
+            raise ValueError(
+                f"parallel.plan names {given.plan}, and parallel.{other[0]} is given too; leave one of them out."
+            )
+        return settings
 
     def plan(self, ranks: int) -> Plan:
         """The plan for that many pipeline ranks. ValueError for slices, stages or micros that do not fit."""
         parallel = self.parallel
+        planned = self.planned()
+        if planned is not None:
+            if planned.plan.ranks != ranks:
+                raise ValueError(
+                    f"the plan {parallel.plan} is for {planned.plan.ranks} pipeline ranks, but there are {ranks}; "
+                    f"start {planned.plan.ranks} processes (--local-ranks {planned.plan.ranks}), or plan for {ranks}."
+                )
+            return planned.plan
         ends = list(itertools.accumulate(parallel.stage_layers))
         return make_plan(
             layers=len(self.model.resolve().layer_names()),

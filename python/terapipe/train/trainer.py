@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from terapipe.train.config_file import to_toml
 from terapipe.train.data import Source, open_source
 from terapipe.train.metrics import MetricsFile, Progress, StepMetrics, ValidationMetrics
 from terapipe.train.optimizer import Optimizer
+from terapipe.train.step_prediction import WARM_STEPS, StepPrediction, from_actions
 from terapipe.world import ALONE, World, launched_world
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -37,7 +39,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 @dataclass(frozen=True)
 class TrainResult:
     """A finished run. Losses in nats a token; a validation loss is None when nothing was evaluated (or, `before`,
-    when it was resumed)."""
+    when it was resumed). Step times are None in a run too short to tell; the measured one is the median of warm
+    steps."""
 
     rank: int
     steps: int
@@ -46,6 +49,8 @@ class TrainResult:
     validation_loss_after: float | None
     train_s: float
     run_dir: str
+    predicted_step_s: float | None = None
+    measured_step_s: float | None = None
 
 
 def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
@@ -119,6 +124,9 @@ class Trainer:
         self.optimizer = Optimizer(self.pipeline.named_parameters(), config.optimizer, steps=config.steps)
         self.step = 0
         self._memory_bytes = 0
+        planned = config.planned()
+        self._prediction = None if planned is None else StepPrediction(planned.step_s, "by the plan")
+        self._steps_here, self._warm_step_s = 0, list[float]()
         if resume:
             self._resume()
         self._metrics = self._open_run_dir()
@@ -155,14 +163,37 @@ class Trainer:
                 loss = record.loss
                 self._record(record)
                 progress.step(record)
+                self._compare(record.step_s)
                 last = self.step == config.steps
                 if last or (config.evaluate_every and self.step % config.evaluate_every == 0):
                     after = self._validate(progress)
                 if config.checkpoint.every and (last or self.step % config.checkpoint.every == 0):
                     self.save()
+        prediction, measured = self._prediction, self._warm_step_s
+        if prediction is not None and measured and self.first:
+            print_line(prediction.line(measured))
         return TrainResult(
-            self.world.rank, self.step, loss, before, after, time.perf_counter() - started, str(config.run_dir)
+            self.world.rank,
+            self.step,
+            loss,
+            before,
+            after,
+            time.perf_counter() - started,
+            str(config.run_dir),
+            prediction.step_s if prediction is not None and measured else None,
+            statistics.median(measured) if measured else None,
         )
+
+    def _compare(self, step_s: float) -> None:
+        """Keep the time of a warm step; predict from the actions of the last one before, where no plan did."""
+        self._steps_here += 1
+        if self._steps_here > WARM_STEPS:
+            self._warm_step_s.append(step_s)
+        elif self._steps_here == WARM_STEPS and self._prediction is None and self.device == "cpu":
+            with self.pipeline.failing_in("collecting the timeline"):
+                events = self.pipeline.timeline()
+            together = self.world.size == 1
+            self._prediction = from_actions(self.plan, events, step_s, step=self.step, together=together)
 
     def train_step(self) -> StepMetrics:
         """One optimizer step on the next batch."""

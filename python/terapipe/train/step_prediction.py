@@ -1,0 +1,43 @@
+"""What a step was predicted to take beside what it took, in one line at the end of a run.
+
+The prediction is that of the plan file. A run without one predicts its later steps from the actions of an early one:
+the simulator lays their times out as the schedule says, which tells whether anything but the actions takes time. The
+trap: one process that steps several ranks runs their actions one after another, so there they only add up.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from terapipe.schedule import Plan, TraceEvent, simulate
+from terapipe.schedule.trace import COMPUTE
+
+WARM_STEPS = 3  # of a process: the actions of the last of them are taken, and later steps are compared
+
+
+@dataclass(frozen=True)
+class StepPrediction:
+    """Seconds of a step and where they come from."""
+
+    step_s: float
+    origin: str
+
+    def line(self, measured: Sequence[float]) -> str:
+        median = statistics.median(measured)
+        return (
+            f"step time: predicted {self.step_s * 1e3:.4g} ms ({self.origin}), measured {median * 1e3:.4g} ms (median "
+            f"of {len(measured)} steps), error {self.step_s / median - 1:+.1%}"
+        )
+
+
+def from_actions(
+    plan: Plan, events: Sequence[TraceEvent], step_s: float, *, step: int, together: bool
+) -> StepPrediction:
+    """From the timeline of a step that took `step_s`. together: one process runs all ranks."""
+    work = [event for event in events if event.category == COMPUTE]
+    seconds = {action: event.duration_s for event in work if (action := event.action) is not None}
+    timeline_s = max(event.end_s for event in work) - min(event.start_s for event in work)
+    laid_out = sum(seconds.values()) if together else float(simulate(plan.schedule, seconds).makespan)
+    return StepPrediction(laid_out + max(0.0, step_s - timeline_s), f"from the actions of step {step}")

@@ -1,0 +1,97 @@
+"""A run that follows a plan file, what of it is refused, and the prediction from a step's own actions."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from terapipe import cli
+from terapipe.planner.plan_file import load
+from terapipe.schedule import TraceEvent, make_plan
+from terapipe.train.config import ModelSettings, ParallelSettings, TrainConfig
+from terapipe.train.step_prediction import StepPrediction, from_actions
+from terapipe.train.trainer import Trainer
+from terapipe.world import ALONE
+
+PLAN = ["plan", "--model", "debug", "--tokens", "96", "--unit", "8", "--ranks", "2", "--batch", "2", "--only-runnable"]
+
+
+@pytest.fixture(scope="module")
+def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    assert cli.main([*PLAN, "--out", str(path)]) == 0
+    return path
+
+
+def config(path: Path, folder: Path, **parallel: object) -> TrainConfig:
+    settings = ParallelSettings(plan=path, ranks=2, **parallel)  # type: ignore[arg-type]
+    return TrainConfig(parallel=settings, tokens=96, steps=6, device="cpu", run_dir=folder)
+
+
+def test_a_run_follows_its_plan_and_tells_the_step_time(plan_path: Path, tmp_path: Path) -> None:
+    planned, lines = load(plan_path), list[str]()
+    with Trainer(config(plan_path, tmp_path), world=ALONE) as trainer:
+        assert trainer.plan == planned.plan
+        result = trainer.fit(print_line=lines.append, bar=False)
+    assert result.predicted_step_s == planned.step_s and result.measured_step_s is not None
+    assert lines[-1].startswith(f"step time: predicted {planned.step_s * 1e3:.4g} ms (by the plan), measured ")
+    resolved = config(plan_path, tmp_path).resolve()
+    assert resolved.resolve() == resolved and resolved.parallel.slice_tokens == planned.plan.slices
+
+
+def test_a_run_without_a_plan_predicts_from_its_own_actions(tmp_path: Path) -> None:
+    lines = list[str]()
+    plain = TrainConfig(
+        parallel=ParallelSettings(ranks=2, slices=3), tokens=96, steps=5, run_dir=tmp_path, device="cpu"
+    )
+    with Trainer(plain, world=ALONE) as trainer:
+        result = trainer.fit(print_line=lines.append, bar=False)
+    assert result.predicted_step_s is not None and "(from the actions of step 3)" in lines[-1]
+    short = dataclasses.replace(plain, steps=2, run_dir=tmp_path / "short")
+    with Trainer(short, world=ALONE) as trainer:
+        assert trainer.fit(print_line=lines.append, bar=False).predicted_step_s is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model": ModelSettings(hidden=128)}, r"another model: it has hidden 64 \(here 128\)"),
+        ({"tokens": 64}, "tokens is 64, but the plan .* is for 96; give --tokens 96"),
+        ({"dtype": "bf16"}, "dtype is bf16, but the plan .* is for fp32"),
+    ],
+)
+def test_a_plan_of_another_run_is_refused(plan_path, tmp_path, change, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(config(plan_path, tmp_path), **change).resolve()
+
+
+def test_what_a_plan_decides_cannot_be_given_beside_it(plan_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"parallel.micros is given too; leave one of them out"):
+        config(plan_path, tmp_path, micros=7).resolve()
+    with pytest.raises(ValueError, match="is for 2 pipeline ranks, but there are 3; start 2 processes"):
+        config(plan_path, tmp_path).plan(3)
+
+
+def test_what_the_engine_lacks_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "split.json"
+    assert cli.main([*PLAN[:-1], "--schedules", "seq_zero_bubble", "--data", "1", "--out", str(path)]) == 0
+    with pytest.raises(ValueError, match=r"does not run .*split backwards"):
+        config(path, tmp_path).resolve()
+    assert cli.main(["train", "--plan", str(path), "--tokens", "96", "--local-ranks", "2"]) == cli.BAD_INPUT
+    assert "split backwards" in capsys.readouterr().err
+    assert cli.main(["train", "--plan", str(tmp_path / "none.json")]) == cli.BAD_INPUT
+
+
+def test_actions_are_laid_out_as_the_schedule_says() -> None:
+    plan = make_plan(layers=4, ranks=2, slices=2, tokens=8)
+    events = [
+        TraceEvent(rank, str(action), 10.0, 10.0 + (1.0 if action.is_forward else 2.0), "compute")
+        for rank in range(2)
+        for action in plan.schedule[rank]
+    ]
+    apart = from_actions(plan, events, 7.0, step=3, together=False)
+    assert apart.step_s == pytest.approx(9.0 + 5.0)  # 3 x (1 + 2), and what of the step its timeline does not hold
+    assert from_actions(plan, events, 1.0, step=3, together=True).step_s == pytest.approx(12.0)
+    assert StepPrediction(0.1, "x").line([0.2, 0.1, 0.3]).endswith("measured 200 ms (median of 3 steps), error -50.0%")
