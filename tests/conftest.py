@@ -2,11 +2,12 @@
 
 Hypothesis is derandomized and each test starts from one seed: a red run is red for everyone. Tests run torch on one
 thread; those about threads set their own number. `backend` runs a test once for each attention backend that can run on
-this machine.
+this machine; on one with a GPU, tests marked `on_gpu_too` run on the GPU's backends as well, with their tensors there.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import hypothesis
@@ -28,10 +29,43 @@ def _one_thread_one_seed() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+def _gpu_backends() -> list[str]:
+    """Attention backends for CUDA tensors that this machine can run."""
+    if not torch.cuda.is_available():
+        return []
+    return [row.name for row in backends.describe() if row.name in ("cuda", "triton") and row.usable]
+
+
+GPU_BACKENDS = _gpu_backends()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "on_gpu_too: also for the GPU's attention backends, tensors on the GPU")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Drop tests of GPU backends that make tensors for the CPU."""
+
+    def fits(item: pytest.Item) -> bool:
+        callspec = getattr(item, "callspec", None)
+        on_gpu = callspec is not None and callspec.params.get("backend") in GPU_BACKENDS
+        return not on_gpu or item.get_closest_marker("on_gpu_too") is not None
+
+    items[:] = [item for item in items if fits(item)]
+
+
+@pytest.fixture(autouse=True)
+def _on_the_backends_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A marked test makes its tensors on torch's default device."""
+    name = request.getfixturevalue("backend") if "backend" in request.fixturenames else None
+    with torch.device("cuda") if name in GPU_BACKENDS else contextlib.nullcontext():
+        yield
+
+
 # The whole session, so that hypothesis may use it. test_backends.py fails where the cpu backend was not built.
-@pytest.fixture(scope="session", params=["reference", "cpu"])
+@pytest.fixture(scope="session", params=["reference", "cpu", *GPU_BACKENDS])
 def backend(request: pytest.FixtureRequest) -> str:
-    """Name of a backend that runs on CPU tensors."""
+    """Name of a backend that runs here: on CPU tensors, or on a GPU's."""
     status = {row.name: row for row in backends.describe()}.get(request.param)
     if status is None or not status.usable:
         reason = "no such module" if status is None else status.reason

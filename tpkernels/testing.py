@@ -192,14 +192,18 @@ class AttentionResult:
 
 
 def make_inputs(
-    case: AttentionCase, dtype: torch.dtype, *, seed: int = 0, device: torch.device | str = "cpu"
+    case: AttentionCase, dtype: torch.dtype, *, seed: int = 0, device: torch.device | str | None = None
 ) -> AttentionInputs:
-    """Random normal inputs, q times case.magnitude, drawn in fp32 (fp64 for fp64) and rounded once."""
-    generator = torch.Generator().manual_seed(seed)
+    """Random normal inputs, q times case.magnitude, drawn on the CPU in fp32 (fp64 for fp64) and rounded once.
+
+    device: torch's default if None.
+    """
+    device = torch.get_default_device() if device is None else device
+    generator = torch.Generator("cpu").manual_seed(seed)
     drawn = accumulator_dtype(dtype)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=drawn)
+        return torch.randn(*shape, generator=generator, dtype=drawn, device="cpu")
 
     q = normal(case.batch, case.queries, case.query_heads, case.head_dim) * case.magnitude
     k = normal(case.batch, case.keys, case.kv_heads, case.head_dim)
@@ -211,9 +215,10 @@ def make_inputs(
 
 
 def poisoned_cache(
-    case: AttentionCase, dtype: torch.dtype, *, spare: int = 7, device: torch.device | str = "cpu"
+    case: AttentionCase, dtype: torch.dtype, *, spare: int = 7, device: torch.device | str | None = None
 ) -> PrefixCache:
     """A cache with `spare` tokens more than the case needs; it and its accumulator are full of NaN."""
+    device = torch.get_default_device() if device is None else device
     sizes = (case.batch, case.keys + spare, case.kv_heads, case.head_dim, case.dv)
     accumulator = GradientAccumulator(*sizes, dtype=accumulator_dtype(dtype), device=device)
     cache = PrefixCache(*sizes, dtype=dtype, device=device, accumulator=accumulator)

@@ -12,6 +12,7 @@ from tpkernels import Mask, PrefixCache, invariance_unit, prefix_attention, test
 from tpkernels.testing import CASES, AttentionCase
 
 
+@pytest.mark.on_gpu_too
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_results_are_as_close_as_the_same_precision_reference(case, dtype, backend):
@@ -53,6 +54,7 @@ def sliced_cases(draw):
     return case, slices
 
 
+@pytest.mark.on_gpu_too
 @given(sliced_cases(), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_any_slicing_gives_what_one_shot_gives(backend, drawn, dtype):
     case, slices = drawn

@@ -36,6 +36,7 @@ from tpkernels.triton.problem import Lengths
 from tpkernels.triton.tiles import Tile
 
 _TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32"}
+KINDS = ("forward", "split", "backward", "deterministic", "few")
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -66,6 +67,7 @@ class Compiled:
     subject: str
     kernel: str
     tile: str
+    warps: int
     capability: int
     registers: int
     stack_bytes: int
@@ -76,6 +78,10 @@ class Compiled:
     wide: int
     products: tuple[str, ...]
     tf32: bool
+
+
+def _architecture(capability: int) -> tiles.Architecture:
+    return next(row for row in tiles.ARCHITECTURES.values() if capability in row.capabilities)
 
 
 def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -102,7 +108,7 @@ def launches_of(subject: Subject, **tile: Tile) -> list[Launch]:
     lse = _meta(batch, heads, tokens, dtype=torch.float32)
     documents = _meta(batch, tokens, dtype=torch.int32) if "documents" in features else None
     sinks = _meta(heads, dtype=torch.float32) if "sinks" in features else None
-    name = next(row.name for row in tiles.ARCHITECTURES.values() if subject.capability in row.capabilities)
+    name = _architecture(subject.capability).name
     settings: dict[str, Any] = {
         "start": keys - tokens,
         "mask": RawMask(True, 512 if "window" in features else -1, -1, documents),
@@ -169,6 +175,7 @@ def facts(item: Launch, subject: Subject) -> Compiled:
         str(subject),
         item.kernel.__name__,
         f"{'x'.join(shape)} warps {item.warps} stages {item.stages}",
+        item.warps,
         subject.capability,
         usage["REG"],
         usage["STACK"],
@@ -196,7 +203,7 @@ def table_subjects(capability: int) -> Iterator[Subject]:
     then the features, packed sequences, odd and unequal head_dims."""
     for dtype in ("bf16", "fp32"):
         for head_dim in (64, 128, 256):
-            for kind in ("forward", "split", "backward", "deterministic"):
+            for kind in KINDS:
                 yield Subject(kind, dtype, head_dim, capability=capability)
     features: list[tuple[str, ...]] = [("window", "softcap", "sinks"), ("documents", "sinks"), ("varlen",)]
     for chosen in features:
@@ -207,14 +214,24 @@ def table_subjects(capability: int) -> Iterator[Subject]:
             yield Subject(kind, "bf16", head_dim, value_head_dim, capability=capability)
 
 
-def broken_rules(row: Compiled, tile_spill_bytes: int) -> list[str]:
-    """Which of the promises about compiled kernels a row breaks, in words."""
-    shared = next(a.shared_bytes for a in tiles.ARCHITECTURES.values() if row.capability in a.capabilities)
+def residents(row: Compiled) -> int:
+    """Programs that fit one multiprocessor at once: 64 Ki registers, handed out in eights a thread, and its memory."""
+    registers = -(-row.registers // 8) * 8
+    memory = _architecture(row.capability).shared_bytes_of_all // (row.shared_bytes + 1024)
+    return min(65536 // (registers * 32 * row.warps), memory)
+
+
+def broken_rules(row: Compiled, tile: Tile | None) -> list[str]:
+    """Which of the promises about compiled kernels a row breaks, in words. tile: the table's row, if there is one."""
+    shared = _architecture(row.capability).shared_bytes
+    spill_bytes = 0 if tile is None else tile.spill_bytes
     attention = row.kernel.startswith("attention_")
     wide_dtype = "fp32" in row.subject
     broken = []
-    if row.stack_bytes > tile_spill_bytes:
-        broken.append(f"{row.stack_bytes} bytes of local memory, {tile_spill_bytes} stated")
+    if row.stack_bytes > spill_bytes:
+        broken.append(f"{row.stack_bytes} bytes of local memory, {spill_bytes} stated")
+    if tile is not None and residents(row) < tile.residents:
+        broken.append(f"{residents(row)} programs a multiprocessor, {tile.residents} stated")
     if row.shared_bytes > shared:
         broken.append(f"{row.shared_bytes} bytes of shared memory, {shared} there")
     if row.tensor_memory > 512:
@@ -230,19 +247,19 @@ def broken_rules(row: Compiled, tile_spill_bytes: int) -> list[str]:
     return broken
 
 
-def spill_bytes_stated(item: Launch, subject: Subject) -> int:
-    """What the table states for the tile of a launch."""
+def tile_of(item: Launch, subject: Subject) -> Tile | None:
+    """The table's row behind a launch; None for the kernels that only move rows."""
     kinds: dict[str, tiles.Kind] = {
         "attention_forward": "forward",
         "attention_backward_keys": "keys",
-        "attention_backward_queries": "queries",
+        "attention_backward_queries": "few queries" if subject.kind == "few" else "queries",
     }
     kind = kinds.get(item.kernel.__name__)
     if kind is None:
-        return 0
-    name = next(row.name for row in tiles.ARCHITECTURES.values() if subject.capability in row.capabilities)
+        return None
+    name = _architecture(subject.capability).name
     head_dim = max(subject.head_dim, subject.value_head_dim or 0)
-    return tiles.find(name, head_dim, _DTYPES[subject.dtype].itemsize, kind).spill_bytes
+    return tiles.find(name, head_dim, _DTYPES[subject.dtype].itemsize, kind)
 
 
 def inspect(subjects: Iterator[Subject] | list[Subject]) -> Iterator[dict[str, Any]]:
@@ -250,7 +267,7 @@ def inspect(subjects: Iterator[Subject] | list[Subject]) -> Iterator[dict[str, A
     for subject in subjects:
         for item in launches_of(subject):
             row = facts(item, subject)
-            yield {**dataclasses.asdict(row), "broken": broken_rules(row, spill_bytes_stated(item, subject))}
+            yield {**dataclasses.asdict(row), "broken": broken_rules(row, tile_of(item, subject))}
 
 
 def main(arguments: list[str] | None = None) -> int:

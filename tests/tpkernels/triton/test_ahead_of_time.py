@@ -21,6 +21,7 @@ SELECTION = [
     ("backward", "bf16", 128, None, 8, 80, ()),
     ("backward", "bf16", 128, None, 8, 100, ()),
     ("backward", "fp16", 64, None, 3, 90, ("documents", "sinks")),
+    ("few", "bf16", 128, None, 8, 90, ()),
     ("deterministic", "bf16", 64, None, 8, 90, ()),
     ("backward", "fp32", 64, None, 1, 90, ()),
     ("forward", "bf16", 128, None, 8, 100, ()),
@@ -75,6 +76,7 @@ def test_compiled_kernels_keep_their_promises(subject, compiled):
         "split": {"attention_forward", "combine_splits"},
         "backward": {"prepare", "attention_backward_keys", "round_rows"},
         "deterministic": {"prepare", "attention_backward_keys", "attention_backward_queries"},
+        "few": {"prepare", "attention_backward_keys", "attention_backward_queries"},
     }[subject.split("-")[1]]
     assert kernels - {"sink_gradient"} == expected
     broken = [f"{row['kernel']} ({row['tile']}): {', '.join(row['broken'])}" for row in rows if row["broken"]]
@@ -88,9 +90,12 @@ def test_the_table_serves_every_call(device):
     for architecture in (*tiles.ARCHITECTURES, tiles.INTERPRETER):
         for head_dim in (1, 64, 65, 128, 129, 256):
             for dtype in (torch.float32, torch.float16, torch.bfloat16):
-                for kind in tiles.KINDS:
-                    tile = tiles.find(architecture, head_dim, dtype.itemsize, kind)
+                found = {kind: tiles.find(architecture, head_dim, dtype.itemsize, kind) for kind in tiles.KINDS}
+                for tile in found.values():
                     assert tile.reason and all(n & (n - 1) == 0 for n in tile[:3]) and min(tile.rows, tile.keys) >= 16
+                # The bits of dq must not depend on how many query tiles a slice has.
+                assert found["few queries"].keys == found["queries"].keys
+                assert found["few queries"].rows <= found["queries"].rows
     with pytest.raises(ValueError, match="no forward tile for sm90, head_dim 300"):
         tiles.find("sm90", 300, 2, "forward")
 
