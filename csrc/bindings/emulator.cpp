@@ -57,7 +57,6 @@ PYBIND11_MODULE(tpk_emulator, m) {
       },
       py::arg("capability"), py::arg("multiprocessors"), py::arg("shared_bytes"));
   m.def("take_report", &take_report);
-  m.def("test_kernel_names", &test_kernel_names);
   m.def(
       "run_test_kernel",
       [](const std::string& name, int64_t grid, int threads, int64_t shared_bytes, const std::array<int64_t, 4>& addresses,

@@ -1,6 +1,6 @@
 // emulator/test_kernels.cpp: small kernels that test the emulator: one for each family of instructions, and mistakes of every kind,
-// planted. Their oracles are in tests/emulator. Compiled like the real kernels. Sizes and tensors are positional; each kernel says what
-// they are.
+// planted. Their oracles are in tests/tpkernels/cuda. Compiled like the real kernels. Sizes and tensors are positional; each kernel says
+// what they are.
 #include "emulator/test_kernels.h"
 
 #include <stdexcept>
@@ -252,11 +252,6 @@ template <Phases mistake> void mbarrier_ring(TestTask task) {
   }
 }
 
-struct TestKernel {
-  const char* name;
-  void (*kernel)(TestTask);
-};
-
 constexpr TestKernel kernels[] = {
     {"copy", copy},
     {"copy_16", copy_16},
@@ -297,15 +292,10 @@ constexpr TestKernel kernels[] = {
 } // namespace
 
 void run_test_kernel(const std::string& name, int64_t grid, int threads, int64_t shared_bytes, const TestTask& task) {
-  for (const TestKernel& entry : kernels)
-    if (name == entry.name) return EmulatorLauncher().run(entry.kernel, entry.name, grid, threads, shared_bytes, task);
+  for (const std::span<const TestKernel> table : {std::span<const TestKernel>(kernels), fragment_kernels()})
+    for (const TestKernel& entry : table)
+      if (name == entry.name) return EmulatorLauncher().run(entry.kernel, entry.name, grid, threads, shared_bytes, task);
   throw std::invalid_argument("emulator: there is no test kernel " + name);
-}
-
-std::vector<std::string> test_kernel_names() {
-  std::vector<std::string> names;
-  for (const TestKernel& entry : kernels) names.emplace_back(entry.name);
-  return names;
 }
 
 } // namespace tpk::emulator

@@ -1,10 +1,11 @@
-// emulator/test_kernels.h: small kernels that test the emulator itself.
+// emulator/test_kernels.h: small kernels that test the emulator itself (test_kernels.cpp) and fragments' index maths
+// (fragment_kernels.cpp).
 #pragma once
 
 #include <array>
 #include <cstdint>
+#include <span>
 #include <string>
-#include <vector>
 
 namespace tpk::emulator {
 
@@ -13,8 +14,14 @@ struct TestTask {
   std::array<int64_t, 4> sizes{};
 };
 
+struct TestKernel {
+  const char* name;
+  void (*kernel)(TestTask);
+};
+
+std::span<const TestKernel> fragment_kernels();
+
 // Throws std::invalid_argument for a name that there is not.
 void run_test_kernel(const std::string& name, int64_t grid, int threads, int64_t shared_bytes, const TestTask& task);
-std::vector<std::string> test_kernel_names();
 
 } // namespace tpk::emulator
