@@ -12,6 +12,7 @@ The trap: the last slice's backward also clears the accumulators, so backwards a
 from __future__ import annotations
 
 import itertools
+import os
 import platform
 import random
 import statistics
@@ -43,6 +44,8 @@ from tpkernels.prefix_cache import LENGTH
 
 BLOCKS = 2  # measured at once: their weights push each other out of the cache, as in a stage
 LEAST_REPEATS, MOST_REPEATS, POINT_SECONDS = 3, 12, 0.5
+LINK_PAUSE_S = 0.002
+EVICTED_BYTES = 1 << 23  # more than a core's own cache
 PAUSE_S = 0.05  # about as long as a rank waits for its first slice
 ALIVE_TOKENS, MOST_MICROS = 2048, 8  # kept alive at once, in micros, so that memory is as fresh as in a step
 HELD_OUT = 4  # every so many points are left out of a fit and predicted, to know its error
@@ -393,58 +396,84 @@ def measure_links() -> dict[str, LinkModel]:
 
 
 def _measure_link(kind: str, everyone: dist.ProcessGroup) -> LinkModel:
+    """Each transfer finds its receiver asleep, as one that waits for a slice is; both ends' pauses are taken off."""
     rank, key = dist.get_rank(), (0, 0, 0)
     groups = [dist.new_group([0, 1]) if kind == "dist" else everyone for _ in range(2)]
-    times: list[tuple[int, float]] = []
+    crowded = dist.get_world_size() * torch.get_num_threads() > len(os.sched_getaffinity(0))
+    options = {"spin_s": 0.0} if kind == "shm" and crowded else {}  # as the engine chooses
+    times: list[float] = []
     if rank < 2:
         cpu, shape = torch.device("cpu"), (max(LINK_BYTES),)
         out, back = (
-            open_link(kind, LinkSpec(end, 1 - end, way, torch.uint8, cpu, 1, {key: 0}, shape), group=group)
+            open_link(kind, LinkSpec(end, 1 - end, way, torch.uint8, cpu, 1, {key: 0}, shape), group=group, **options)
             for end, way, group in zip((0, 1), "FB", groups, strict=True)
         )
+        mine, other = (out, back) if rank == 0 else (back, out)
         for size in LINK_BYTES:
-            x, seconds = torch.zeros(size, dtype=torch.uint8), []
+            x = torch.zeros(size, dtype=torch.uint8)
             for _ in range(3 + MOST_REPEATS):
                 for link in (out, back):
                     link.expect([(key, (size,))])
+                if rank == 1:
+                    other.take(key)
+                    other.release(key)
                 began = time.perf_counter()
+                time.sleep(LINK_PAUSE_S)
+                paused = time.perf_counter()
+                mine.put(key, x)
                 if rank == 0:
-                    out.put(key, x)
-                    back.take(key)
-                    back.release(key)
-                else:
-                    out.take(key)
-                    out.release(key)
-                    back.put(key, x)
+                    other.take(key)
+                    other.release(key)
                 for link in (out, back):
                     link.finish()
-                seconds.append((time.perf_counter() - began) / 2)
-            times.append((size, statistics.median(seconds[3:])))
+                # Rank 0: from its put to the answer. Rank 1: how long the answer was held back.
+                times.append(time.perf_counter() - paused if rank == 0 else paused - began)
         for link in (out, back):
             link.close()
-    shared = [times]
-    dist.broadcast_object_list(shared, src=0)
-    rows = [[1 / seconds, size / seconds] for size, seconds in shared[0]]
+    everybody: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everybody, times)
+    turns = 3 + MOST_REPEATS
+    one_way = [(there - held) / 2 for there, held in zip(*everybody[:2], strict=True)]
+    medians = [
+        (size, max(1e-9, statistics.median(one_way[index * turns + 3 : (index + 1) * turns])))
+        for index, size in enumerate(LINK_BYTES)
+    ]
+    rows = [[1 / seconds, size / seconds] for size, seconds in medians]
     latency, per_byte = non_negative_least_squares(rows, [1.0] * len(rows))
     return LinkModel(latency, 1 / max(per_byte, 1e-15))
 
 
-class _Nothing(nn.Module):
-    """The least that a stage can do: one multiplication by a parameter."""
+class _Rest(torch.autograd.Function):
+    """Passes its input on, behind a rest that leaves caches as cold as a layer's work does, in both directions."""
 
-    def __init__(self, *, first: bool) -> None:
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rest: Callable[[], None]) -> Tensor:
+        ctx.rest = rest
+        rest()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.rest()
+        return gradients[0], None
+
+
+class _Nothing(nn.Module):
+    """The least that a stage can do: one multiplication by a parameter, behind `rest` if there is one."""
+
+    def __init__(self, *, first: bool, rest: Callable[[], None] | None = None) -> None:
         super().__init__()
-        self.first = first
+        self.first, self.rest = first, rest
         self.weight = nn.Parameter(torch.ones(1))
 
     def forward(self, hidden: Tensor, cache: None, mask: Mask, positions: Tensor) -> Tensor:
-        return (hidden.unsqueeze(-1).float() if self.first else hidden) * self.weight
+        out = (hidden.unsqueeze(-1).float() if self.first else hidden) * self.weight
+        return out if self.rest is None else _Rest.apply(out, self.rest)
 
 
 def measure_overheads(bench: _Bench, settings: OptimizerSettings, link: LinkModel | None) -> list[float]:
     """What actions, steps and parameters cost beside layers and links: the fields of `Overheads`, mean over ranks."""
-    slices = 64
-    action_s = _step_of_nothing(ranks=1, slices=slices, links="local") / (2 * slices)
+    action_s = _action_seconds()
     step_s = 0.0 if link is None else _step_seconds(action_s, link)
     norm_s, update_s = _norm_seconds(bench), _update_seconds(bench, settings)
     found = torch.tensor([action_s, step_s, norm_s, update_s, *bench.first_seconds()], dtype=torch.float64)
@@ -459,7 +488,7 @@ def measure_host() -> tuple[dict[str, LinkModel], Overheads]:
     """Links, and what actions and steps cost this host where one rank at a time is at work; a collective call."""
     links = measure_links()
     first = dist.get_rank() == 0
-    shared = [_step_of_nothing(ranks=1, slices=64, links="local") / 128 if first else 0.0]
+    shared = [_action_seconds() if first else 0.0]
     dist.broadcast_object_list(shared, src=0)
     return links, Overheads(action_s=shared[0], step_s=_step_seconds(shared[0], next(iter(links.values()))))
 
@@ -473,18 +502,32 @@ def _step_seconds(action_s: float, link: LinkModel) -> float:
     return max(0.0, _step_of_nothing(ranks=ranks, slices=1, links="auto") - float(explained))
 
 
-def _step_of_nothing(*, ranks: int, slices: int, links: str) -> float:
+def _action_seconds() -> float:
+    """Of the interpreter, the stage and autograd for one action, right behind work: their code and data are cold."""
+    slices, rested, evicted = 16, list[float](), torch.zeros(EVICTED_BYTES // 4)
+
+    def rest() -> None:
+        began = time.perf_counter()
+        time.sleep(LINK_PAUSE_S / 2)
+        evicted.add_(1.0)
+        rested.append(time.perf_counter() - began)
+
+    step_s = _step_of_nothing(ranks=1, slices=slices, links="local", rest=rest)
+    return max(0.0, step_s - statistics.mean(rested) * 2 * slices) / (2 * slices)
+
+
+def _step_of_nothing(*, ranks: int, slices: int, links: str, rest: Callable[[], None] | None = None) -> float:
     """Seconds of an engine's step whose layers do next to nothing, one token a slice."""
     plan = make_plan(layers=ranks, ranks=ranks, slices=slices, tokens=slices)
-    parts = [_Nothing(first=index == 0) for index in range(ranks)]
+    parts = [_Nothing(first=index == 0, rest=rest) for index in range(ranks)]
     tokens = torch.zeros(1, slices, dtype=torch.int64)
     seconds = []
     with Pipeline(parts, plan, hidden_size=1, loss=lambda x, targets: x.sum(), links=links) as pipeline:
-        for _ in range(MOST_REPEATS):
+        for _ in range(MOST_REPEATS if rest is None else MOST_REPEATS // 2):
             began = time.perf_counter()
             pipeline.step(Batch(tokens, tokens))
             seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[2:])
+    return statistics.mean(seconds[2:]) if rest is not None else statistics.median(seconds[2:])
 
 
 def _norm_seconds(bench: _Bench) -> float:
