@@ -2,8 +2,9 @@
 
 All variants share the layers, their first weights and the batch of `SEQUENCES` sequences; forward, backward and
 reduction are timed, without an optimizer. torch's schedules get whole sequences as microbatches (they know no slices)
-and the same layers, so that the rows differ in the schedule alone. Every variant's loss is checked against the first
-one's before timing, and steps are interleaved (`terapipe.train.step_times`).
+and the same layers, so that the rows differ in the schedule and in the links: torch's and "dist" go over gloo, the rest
+through shared memory. Every variant's loss is checked against the first one's before timing, and steps are interleaved
+(`terapipe.train.step_times`).
 
 Run by `terapipe bench pipeline`; it starts its two workers itself, one thread each.
 """
@@ -38,16 +39,19 @@ class Variant:
     sequences: int
     slices: int
     warmup_per_hop: int = 1
+    links: str = "auto"
 
     def __str__(self) -> str:
         ahead = f", warm-up {self.warmup_per_hop}" if self.warmup_per_hop > 1 else ""
-        return f"{self.peer} {self.schedule}, {self.sequences} x {self.slices} slices{ahead}"
+        links = "" if self.links == "auto" else f", {self.links} links"
+        return f"{self.peer} {self.schedule}, {self.sequences} x {self.slices} slices{ahead}{links}"
 
 
 VARIANTS = (
     Variant("torch", "GPipe", 1, 1),
     Variant("terapipe", "gpipe", 1, 1),
     *(Variant("terapipe", "terapipe", 1, slices) for slices in (2, 4, 8, 16)),
+    Variant("terapipe", "terapipe", 1, 8, links="dist"),
     Variant("torch", "GPipe", 4, 1),
     Variant("torch", "1F1B", 4, 1),
     Variant("terapipe", "one_f_one_b", 4, 1),
@@ -158,7 +162,7 @@ def _terapipe_step(job: Job) -> Callable[[], float]:
         schedule=job.variant.schedule,
         warmup_per_hop=job.variant.warmup_per_hop,
     )
-    pipeline = Pipeline(job.layers, plan, hidden_size=job.hidden, links="dist")
+    pipeline = Pipeline(job.layers, plan, hidden_size=job.hidden, links=job.variant.links)
     job.cleanup.callback(pipeline.close)
     return lambda: pipeline.step(job.batch).loss
 

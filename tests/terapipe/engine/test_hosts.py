@@ -67,3 +67,5 @@ def test_two_hosts_give_the_numbers_of_one_process(permitted: None, tmp_path: Pa
     for report in reports:
         assert (report["losses"], report["grad_norm"]) == (local["losses"], local["grad_norm"])
         assert report["kinds"] == {"dist"}
+        assert "links 'shm' were asked for, but cannot be had" in report["refused"]
+        assert "link 0->1 (activations): its ranks are on two hosts, or in two network namespaces" in report["refused"]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from terapipe.engine import Batch, Pipeline, PipelineError, launch
 from terapipe.models import tied_parameters
 from terapipe.schedule import Link, Plan, make_plan
-from tpkernels.links import ShmLink
+from tpkernels.links import LinkError, ShmLink, shm
 
 LAYOUTS = {
     2: [
@@ -76,6 +76,7 @@ def layouts(rank: int, ranks: int) -> dict[str, Any]:
                 if tied_parameters(case.config):
                     results["tied"].append(train_tied(pipeline, case))
     results["mixed ties"] = mixed_ties(ranks)
+    results["one without memory"] = one_without_memory(rank, ranks) if ranks == 2 else None
     return results
 
 
@@ -83,10 +84,31 @@ HOSTS_CASE = Case("llama", 2, (100, 157), 2, 1, "seq_1f1b", dtype="fp32")
 
 
 def hosts(rank: int, ranks: int) -> dict[str, Any]:
-    """One case with the links that "auto" finds."""
+    """One case with the links that "auto" finds, after "shm" was refused."""
+    refused = ""
+    try:
+        HOSTS_CASE.pipeline(links="shm")
+    except LinkError as error:
+        refused = str(error)
     with HOSTS_CASE.pipeline() as pipeline:
         kinds = {link.kind for link in pipeline._wiring.links.values()}
-        return {**run_layout(pipeline, HOSTS_CASE), "kinds": kinds}
+        return {**run_layout(pipeline, HOSTS_CASE), "kinds": kinds, "refused": refused}
+
+
+def one_without_memory(rank: int, ranks: int) -> dict[str, Any]:
+    """Rank 1 cannot make shared memory: the link it receives on falls back, the other stays."""
+    before = shm.offer_segment
+
+    def refuse(*_: Any) -> Any:
+        raise OSError("no memory left for this test")
+
+    shm.offer_segment = refuse if rank == 1 else before
+    try:
+        with _pipeline(ranks) as pipeline:
+            kinds = {str(planned): link.kind for planned, link in pipeline._wiring.links.items()}
+            return {"kinds": kinds, "loss": pipeline.step(_batch()).loss}
+    finally:
+        shm.offer_segment = before
 
 
 def train_tied(pipeline: Pipeline, case: Case) -> dict[str, Tensor]:
