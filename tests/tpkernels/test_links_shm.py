@@ -184,7 +184,7 @@ def test_memory_of_another_meeting_or_shape_is_refused() -> None:
 
 def test_open_link_names_the_kinds_and_needs_a_group() -> None:
     assert open_link("local", _spec()).kind == "local"
-    with pytest.raises(ValueError, match="unknown kind of link 'tcp'; choose local, shm, dist"):
+    with pytest.raises(ValueError, match="unknown kind of link 'tcp'; choose local, shm"):
         open_link("tcp", _spec())
     with pytest.raises(ValueError, match="needs a process group"):
         open_link("shm", _spec())
