@@ -1,0 +1,79 @@
+"""The profiler: a small grid on a small model, what it says of it, and that the times are those of real slices."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from terapipe.models.presets import gpt, llama
+from terapipe.planner import cost_file
+from terapipe.planner.fit import Point
+from terapipe.train.foreign_load import foreign_cores, sample
+from terapipe.train.profile import Grid, Profiler, held_out_error
+
+MODEL = llama(hidden=64, layers=3, heads=4, kv_heads=2, ffn_hidden=128, vocab=50, max_tokens=384)
+
+
+def test_a_round_measures_every_pass_of_every_layer(tmp_path):
+    profiler = Profiler(MODEL, tokens=384, micro_sizes=(1, 2), grid=Grid((48, 192, 384), (0,)))
+    profiler.run_round()
+    costs = profiler.costs()
+    assert costs.source == "measured" and costs.micro_sizes == (1, 2) and costs.max_tokens == 384
+    for kind, layer in costs.layers.items():
+        for size in (1, 2):
+            assert layer.forward[size](192, 0) > 0 and layer.weight_grad[size](192, 0) >= 0
+        assert (layer.input_grad[1](192, 0) > 0) == (kind != "embedding")
+    block = costs.layers["block"]
+    assert block.forward[1](384, 0) > block.forward[1](48, 0)
+    assert block.forward[2](384, 0) > block.forward[1](384, 0)
+    assert block.parameters == sum(p.numel() for p in profiler._bench.layers["blocks.0"].parameters())
+    assert costs.overheads.action_s > 0 and costs.overheads.update_s > 0
+    path = tmp_path / "costs.json"
+    path.write_text(cost_file.to_json(costs))
+    assert cost_file.load(path) == costs
+    assert "block input_grad" in str(costs)
+
+
+def test_layers_are_timed_behind_the_prefix_that_is_pretended():
+    """A block of one slice behind 3072 tokens reads 48 times the keys of one at the start."""
+    model = llama(hidden=128, layers=1, heads=2, kv_heads=2, ffn_hidden=16, vocab=50, max_tokens=3136)
+    profiler = Profiler(model, tokens=3136, grid=Grid((64, 3136), (0, 3072)))
+    for _ in range(4):  # others may disturb a round
+        profiler.run_round()
+        block = profiler.costs().layers["block"]
+        if all(cost(64, 3072) > 2 * cost(64, 0) for cost in (block.forward[1], block.input_grad[1])):
+            return
+    pytest.fail(f"a long prefix costs nothing: {block.forward[1]}, {block.input_grad[1]}")
+
+
+def test_a_grid_leaves_out_what_does_not_fit():
+    grid = Grid.up_to(300)
+    assert grid.lengths == (32, 48, 64, 96, 128, 192, 256, 300) and grid.starts == (0, 75, 150)
+    assert all(point.start + point.length <= 300 for point in grid.points(300))
+    assert Grid.up_to(5).lengths == (5,)
+
+
+def test_sequences_beyond_learned_positions_are_refused():
+    with pytest.raises(ValueError, match="tokens is 256, but the model has learned positions for 128"):
+        Profiler(gpt(hidden=32, layers=1, heads=2, vocab=50, max_tokens=128), tokens=256)
+
+
+def test_held_out_points_are_predicted_by_the_others():
+    points = [
+        Point(n, s, 1e-3 + 1e-6 * n + 1e-9 * n * (s + n / 2)) for n in (16, 32, 64, 128, 256) for s in (0, 100, 900)
+    ]
+    error = held_out_error(points)
+    assert error.points == 2 and error.largest < 0.01
+    assert held_out_error(points[:2]).points == 0
+
+
+def test_own_work_is_no_foreign_load():
+    before, began = sample(), time.perf_counter()
+    x = torch.randn(200, 200)
+    while time.perf_counter() - began < 0.3:
+        x = torch.tanh(x @ x)
+    after = sample()
+    assert after.own_s - before.own_s > 0.05
+    assert 0 <= foreign_cores(before, after) <= 64
