@@ -270,6 +270,7 @@ template <class Tile> struct KeyBlock {
                                                               address_of<const Element>(task.call.v, place.batch, 0, place.kv_head),
                                                               task.call.v.token_stride, first_key(), keys);
     }
+    ptx::cp_async_commit();
     search();
     __syncthreads();
     if (seen->begin >= seen->end) return ptx::cp_async_wait<0>();

@@ -21,15 +21,14 @@ template <class Tile> struct ForwardBlock {
   const ForwardTask& task;
   const uint32_t shared = ptx::shared_address(shared_memory());
   RowInterval* const intervals = reinterpret_cast<RowInterval*>(shared_memory() + Tile::intervals_at);
-  TilePlace* const kept = reinterpret_cast<TilePlace*>(shared_memory() + Tile::place_at);
   const int lane = threadIdx.x % warp_threads, warp_row = threadIdx.x / warp_threads * Tile::warp_rows;
 
   TPK_DEVICE explicit ForwardBlock(const ForwardTask& t) : task(t) {}
 
-  template <bool values> TPK_DEVICE void load(uint32_t slot, int tile) const {
-    const TilePlace place = *kept;
+  template <bool values> TPK_DEVICE void load(uint32_t slot, int head, int tile) const {
+    const int kv_heads = int(task.call.shape.kv_heads), batch = uint32_t(head) / uint32_t(kv_heads);
     const TensorView& view = values ? task.call.v : task.call.k;
-    load_keys<Element, head_dim, Tile::keys, Tile::threads>(slot, address_of<const Element>(view, place.batch, 0, place.kv_head),
+    load_keys<Element, head_dim, Tile::keys, Tile::threads>(slot, address_of<const Element>(view, batch, 0, head - batch * kv_heads),
                                                             view.token_stride, tile * Tile::keys, int(task.call.shape.keys));
   }
 
@@ -98,7 +97,6 @@ template <class Tile> struct ForwardBlock {
     const int group = int(shape.query_heads / shape.kv_heads), rows_end = int(shape.tokens) * group;
     const int first_row = place.row_tile * Tile::rows;
     __syncthreads(); // the tile before may still read what is written now
-    if (threadIdx.x == 0) *kept = place;
     if (const int pair = ptx::afresh(threadIdx.x) * 2; pair < Tile::rows) {
       const RowInterval even = interval_of(task.call.mask, place.batch, first_row + pair, rows_end, group);
       const RowInterval odd = interval_of(task.call.mask, place.batch, first_row + pair + 1, rows_end, group);
@@ -113,12 +111,13 @@ template <class Tile> struct ForwardBlock {
     float out[m_tiles][columns][4] = {};
     RunningRow running[m_tiles][2];
     if (tiles.begin < tiles.end) walk(out, running, place, tiles, first_row, rows_end, group);
-    // Located again from shared memory: held in registers through the walk, the place would spill.
-    finish(out, running, *kept);
+    // Located again: held in registers through the walk, the place would spill.
+    finish(out, running, task.order.of(ptx::afresh(index)));
   }
 
   TPK_DEVICE void walk(float (&out)[m_tiles][columns][4], RunningRow (&running)[m_tiles][2], TilePlace place, const KeyTiles& tiles,
                        int first_row, int rows_end, int group) const {
+    const int head = place.batch * int(task.call.shape.kv_heads) + place.kv_head; // one register; divided again for each load
     const uint32_t ring = shared + Tile::ring_at, ring_end = ring + Tile::slots * Tile::slot_bytes;
     load_packed_rows<Element, head_dim, Tile::rows, Tile::threads>(shared + Tile::q_at, task.call.q, place.batch, place.kv_head, group,
                                                                    first_row, 0, rows_end);
@@ -126,8 +125,8 @@ template <class Tile> struct ForwardBlock {
     for (int i = 0; i < Tile::slots - 1; ++i) {
       const int tile = tiles.begin + i / 2;
       if (tile < tiles.end) {
-        if (i % 2 == 0) load<false>(ring + i * Tile::slot_bytes, tile);
-        if (i % 2 == 1) load<true>(ring + i * Tile::slot_bytes, tile);
+        if (i % 2 == 0) load<false>(ring + i * Tile::slot_bytes, head, tile);
+        if (i % 2 == 1) load<true>(ring + i * Tile::slot_bytes, head, tile);
       }
       ptx::cp_async_commit();
     }
@@ -136,7 +135,7 @@ template <class Tile> struct ForwardBlock {
     const auto turn = [&]<bool values>(std::integral_constant<bool, values>, int ahead) {
       ptx::cp_async_wait<Tile::slots - 2>();
       __syncthreads();
-      if (ahead < tiles.end) load<values>(free, ahead);
+      if (ahead < tiles.end) load<values>(free, head, ahead);
       ptx::cp_async_commit();
     };
     const auto pass = [&] {
