@@ -1,8 +1,10 @@
 """Attention of one slice over its prefix on the CPU: our kernels, torch's SDPA and torch.matmul in the same run.
 
 Rows carry GFLOP/s (best of the rounds, the median beside it), with 4 * head_dim * query_heads * visible pairs
-operations forward and 2.5 times that backward, and the share of what torch.matmul of 1024^3 reaches in the same dtype
-and thread count, measured in between. Every shape's answer is checked against fp64 before it is timed.
+operations forward and 2.5 times that backward, beside two rates of torch.matmul in the same dtype and thread count,
+measured in between: matmul_gflops is 1024^3, which the shares refer to; matmul_same_shape_gflops is q @ k^T and p @ v
+over all pairs of the shape, batched over KV heads, on contiguous operands and into given outputs (a low bar: it writes
+and reads the scores). Every shape's answer is checked against fp64 before it is timed.
 
 The one trap: rates halve now and then on a shared machine, so each round times every rival once and the best counts.
 """
@@ -66,7 +68,8 @@ class Row:
     heads: str
     slice: int
     prefix: int
-    matmul: float
+    matmul_gflops: float
+    matmul_same_shape_gflops: float
     forward: float
     forward_median: float
     forward_share: float
@@ -110,6 +113,7 @@ def measure(shape: Shape, dtype: torch.dtype, threads: int, rounds: int) -> Row:
     jobs: dict[str, Callable[[], object]] = {"matmul": lambda: a @ b}
     q, dout = (normal(1, shape.tokens, shape.query_heads, shape.head_dim) for _ in range(2))
     k, v = (normal(1, shape.keys, shape.kv_heads, shape.head_dim) for _ in range(2))
+    jobs["same_shape"] = _same_shape(shape, q, k, v)
     jobs |= _ours(shape, q, k, v, dout) | _sdpa(shape, q, k, v, dout)
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     for turn in range(rounds + 1):
@@ -120,6 +124,7 @@ def measure(shape: Shape, dtype: torch.dtype, threads: int, rounds: int) -> Row:
                 seconds[name].append(time.perf_counter() - start)
     flops = {name: shape.forward_flops * (2.5 if "backward" in name else 1.0) for name in jobs}
     flops["matmul"] = 2.0 * MATMUL**3
+    flops["same_shape"] = 4.0 * shape.head_dim * shape.query_heads * shape.tokens * shape.keys
     best = {name: flops[name] / min(times) / 1e9 for name, times in seconds.items()}
     median = {name: flops[name] / statistics.median(times) / 1e9 for name, times in seconds.items()}
     return Row(
@@ -129,7 +134,8 @@ def measure(shape: Shape, dtype: torch.dtype, threads: int, rounds: int) -> Row:
         heads=f"{shape.query_heads}:{shape.kv_heads}",
         slice=shape.tokens,
         prefix=shape.prefix,
-        matmul=best["matmul"],
+        matmul_gflops=best["matmul"],
+        matmul_same_shape_gflops=best["same_shape"],
         forward=best["forward"],
         forward_median=median["forward"],
         forward_share=best["forward"] / best["matmul"],
@@ -156,6 +162,21 @@ def check(shape: Shape, dtype: torch.dtype) -> None:
     )
     inputs = testing.make_inputs(case, dtype)
     testing.check(testing.run(inputs, backend="cpu"), inputs)
+
+
+def _same_shape(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], object]:
+    """The two products of the forward as torch.matmul does them, without a softmax and without a mask."""
+    rows = shape.tokens * shape.query_heads // shape.kv_heads
+    queries = q.transpose(1, 2).reshape(shape.kv_heads, rows, shape.head_dim)
+    keys, values = (x[0].transpose(0, 1).contiguous() for x in (k, v))
+    probabilities = torch.rand(shape.kv_heads, rows, shape.keys).to(q.dtype)
+    scores, out = torch.empty_like(probabilities), torch.empty_like(queries)
+
+    def products() -> None:
+        torch.matmul(queries, keys.transpose(1, 2), out=scores)
+        torch.matmul(probabilities, values, out=out)
+
+    return products
 
 
 def _ours(

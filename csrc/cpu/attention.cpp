@@ -74,8 +74,7 @@ void attention_backward(const BackwardParams& params, int64_t num_threads) {
       kernels.backward_prepare(params, head_of(task % count), task / count, shared + task % count * head_bytes);
     });
     lease.run(count * key_tiles, [&](int64_t worker, int64_t task) {
-      kernels.backward_keys(params, head_of(task % count), task / count, (task + lease.threads()) / count,
-                            shared + task % count * head_bytes, memory[worker]);
+      kernels.backward_keys(params, head_of(task % count), task / count, shared + task % count * head_bytes, memory[worker]);
     });
     lease.run(count * query_tiles, [&](int64_t, int64_t task) {
       kernels.backward_finish(params, head_of(task % count), task / count, shared + task % count * head_bytes);

@@ -144,6 +144,50 @@ template <class Core> struct Backward {
     }
   };
 
+  // The accumulators of one key tile. Few query tiles add to whole panels where they lie (the copies took 30 % of a short slice's time);
+  // many, or panels with padding, work on a copy [dim / lanes][keys][lanes]. Bits are the same. Padding starts as 0 and is not stored.
+  struct AccumulatorTile {
+    Rows rows;
+    int64_t first_key, count, dim;
+    float* data;
+    int64_t row_stride, panel_stride; // elements
+    bool copied;
+    static constexpr int64_t most_direct_tiles = 4;
+
+    AccumulatorTile(float* copy, const TensorView& view, HeadIndex head, int64_t first_key, int64_t count, int64_t dim, int64_t query_tiles)
+        : rows(Rows::of(view, DType::float32, head.batch, head.kv_head, 1)), first_key(first_key), count(count), dim(dim), data(row(0)),
+          row_stride(view.token_stride), panel_stride(L),
+          copied(count < backward_key_tile || dim % L != 0 || query_tiles > most_direct_tiles) {
+      if (!copied) return;
+      data = copy;
+      row_stride = L;
+      panel_stride = backward_key_tile * L;
+      for (int64_t panel = 0; panel < round_up(dim, L) / L; ++panel)
+        for (int64_t r = 0; r < backward_key_tile; ++r) {
+          const int64_t used = r < count ? used_lanes(panel) : 0;
+          if (used == L) {
+            for (int64_t l = 0; l < L; l += vec_lanes) store(at(panel, r) + l, load(row(r) + panel * L + l));
+          } else {
+            for (int64_t l = 0; l < L; ++l) at(panel, r)[l] = l < used ? row(r)[panel * L + l] : 0.0f;
+          }
+        }
+    }
+    float* row(int64_t r) const { return reinterpret_cast<float*>(const_cast<char*>(rows.row(first_key + r))); }
+    float* at(int64_t panel, int64_t key) const { return data + panel * panel_stride + key * row_stride; }
+    void finish() const {
+      if (!copied) return;
+      for (int64_t panel = 0; panel < round_up(dim, L) / L; ++panel)
+        for (int64_t r = 0; r < count; ++r) {
+          if (used_lanes(panel) == L) {
+            for (int64_t l = 0; l < L; l += vec_lanes) store(row(r) + panel * L + l, load(at(panel, r) + l));
+          } else {
+            for (int64_t l = 0; l < used_lanes(panel); ++l) row(r)[panel * L + l] = at(panel, r)[l];
+          }
+        }
+    }
+    int64_t used_lanes(int64_t panel) const { return dim - panel * L < L ? dim - panel * L : L; }
+  };
+
   static int64_t head_bytes(const BackwardParams& params) { return HeadMemory(Sizes(params), nullptr).bytes; }
   static int64_t thread_bytes(const BackwardParams& params) { return ThreadMemory(Sizes(params), nullptr).bytes; }
 
@@ -208,8 +252,7 @@ template <class Core> struct Backward {
     return sum[0];
   }
 
-  static void keys(const BackwardParams& params, HeadIndex head, int64_t key_tile, int64_t next_key_tile, std::byte* head_block,
-                   std::byte* thread_block) {
+  static void keys(const BackwardParams& params, HeadIndex head, int64_t key_tile, std::byte* head_block, std::byte* thread_block) {
     const AttentionShape& shape = params.shape;
     const Sizes n(params);
     const HeadMemory queries(n, head_block);
@@ -226,10 +269,9 @@ template <class Core> struct Backward {
     Core::pack_rows(memory.k, k, first_key, count, backward_key_tile, shape.head_dim);
     Core::pack_rows(memory.v, v, first_key, count, backward_key_tile, shape.value_head_dim);
     Core::pack_columns(memory.k_columns, k, first_key, count, backward_key_tile, shape.head_dim);
-    load_accumulator(memory.dk, params.dk, head, first_key, count, shape.head_dim);
-    load_accumulator(memory.dv, params.dv, head, first_key, count, shape.value_head_dim);
+    const AccumulatorTile dk(memory.dk, params.dk, head, first_key, count, shape.head_dim, n.tiles);
+    const AccumulatorTile dv(memory.dv, params.dv, head, first_key, count, shape.value_head_dim, n.tiles);
 
-    const int64_t panels = n.tile_lanes / L, chunks = backward_key_tile / Core::gradient_keys;
     for (int64_t i = n.tiles - 1; i >= 0; --i) {
       QueryTile& tile = queries.tiles[i];
       if (tile.skipped(first_key, end_key)) continue;
@@ -238,22 +280,18 @@ template <class Core> struct Backward {
       const int64_t end = highest < backward_key_tile ? round_up(highest, key_chunk) : backward_key_tile;
       const int64_t stride = tile.panels * L;
       for (int64_t panel = 0; panel < tile.panels; ++panel)
-        for (int64_t key = begin; key < end; key += Core::gradient_keys) {
-          prefetch(params, head, next_key_tile, ((n.tiles - 1 - i) * panels + panel) * chunks + key / Core::gradient_keys,
-                   n.tiles * panels * chunks);
+        for (int64_t key = begin; key < end; key += Core::gradient_keys)
           gradients(params, n, tile, panel, first_key, key, key + Core::gradient_keys < end ? key + Core::gradient_keys : end, stride,
                     memory);
-        }
       const auto p_view = Core::rows_view(memory.p_rows, stride).rows_from(begin);
       const auto ds_view = Core::rows_view(memory.ds_rows, stride).rows_from(begin);
       for (int64_t panel = 0; panel < n.value_panels; ++panel)
-        Core::template multiply<Update::add>(memory.dv + (panel * backward_key_tile + begin) * L, L, p_view,
-                                             tile.dout_depth + panel * stride * L, L, end - begin, stride,
-                                             shape.value_head_dim - panel * L);
+        Core::template multiply<Update::add>(dv.at(panel, begin), dv.row_stride, p_view, tile.dout_depth + panel * stride * L, L,
+                                             end - begin, stride, shape.value_head_dim - panel * L);
       for (int64_t panel = 0; panel < n.dim_panels; ++panel)
-        Core::template multiply<Update::add>(memory.dk + (panel * backward_key_tile + begin) * L, L, ds_view,
-                                             tile.q_depth + panel * stride * L, L, end - begin, stride, shape.head_dim - panel * L);
-      if (tile.bad_dout) add_bad_dout(params, head, tile, first_key, begin, end, n.group, memory.dv);
+        Core::template multiply<Update::add>(dk.at(panel, begin), dk.row_stride, ds_view, tile.q_depth + panel * stride * L, L, end - begin,
+                                             stride, shape.head_dim - panel * L);
+      if (tile.bad_dout) add_bad_dout(params, head, tile, first_key, begin, end, n.group, dv);
 
       const auto k_columns = Core::columns_view(memory.k_columns, backward_key_tile).depth_from(begin);
       for (int64_t spins = 0; tile.next_key_tile.load(std::memory_order_acquire) != key_tile; ++spins) relax_or_yield(spins);
@@ -265,22 +303,8 @@ template <class Core> struct Backward {
       }
       tile.next_key_tile.store(key_tile + 1, std::memory_order_release);
     }
-    store_accumulator(params.dk, memory.dk, head, first_key, count, shape.head_dim);
-    store_accumulator(params.dv, memory.dv, head, first_key, count, shape.value_head_dim);
-  }
-
-  // Part `part` of `parts` of what the next key tile of this thread will read and write; few rows at a time, see Forward::walk.
-  static void prefetch(const BackwardParams& params, HeadIndex head, int64_t key_tile, int64_t part, int64_t parts) {
-    const AttentionShape& shape = params.shape;
-    const int64_t share = (backward_key_tile + parts - 1) / parts, first = key_tile * backward_key_tile + part * share;
-    if (part * share >= backward_key_tile) return;
-    const auto ask = [&](const TensorView& view, DType dtype, int64_t dim) {
-      prefetch_rows(Rows::of(view, dtype, head.batch, head.kv_head, 1), first, first + share, shape.keys, dim);
-    };
-    ask(params.k, shape.dtype, shape.head_dim);
-    ask(params.v, shape.dtype, shape.value_head_dim);
-    ask(params.dk, DType::float32, shape.head_dim);
-    ask(params.dv, DType::float32, shape.value_head_dim);
+    dk.finish();
+    dv.finish();
   }
 
   // P and dS of keys [begin, end) of the tile (at most Core::gradient_keys) for one panel: scores first, all at once, then elementwise.
@@ -326,7 +350,7 @@ template <class Core> struct Backward {
 
   // Keys seen by a row with non-finite dout get those elements in dv, whatever the probability.
   static __attribute__((noinline)) void add_bad_dout(const BackwardParams& params, HeadIndex head, const QueryTile& tile, int64_t first_key,
-                                                     int64_t begin, int64_t end, int64_t group, float* dv) {
+                                                     int64_t begin, int64_t end, int64_t group, const AccumulatorTile& dv) {
     const int64_t dim = params.shape.value_head_dim;
     const Rows dout = Rows::of(params.dout, params.shape.dtype, head.batch, head.kv_head, group);
     float row[256];
@@ -335,39 +359,7 @@ template <class Core> struct Backward {
       for (int64_t d = 0; d < dim; ++d) {
         if (finite_bits(row[d])) continue;
         for (int64_t key = begin; key < end; ++key)
-          if (first_key + key >= tile.lo[r] && first_key + key < tile.hi[r]) dv[(d / L * backward_key_tile + key) * L + d % L] += row[d];
-      }
-    }
-  }
-
-  // Accumulator rows <-> panels [dim / lanes][keys][lanes]; what pads a panel starts as 0 and is not stored.
-  static void load_accumulator(float* to, const TensorView& from, HeadIndex head, int64_t first_key, int64_t count, int64_t dim) {
-    const Rows rows = Rows::of(from, DType::float32, head.batch, head.kv_head, 1);
-    for (int64_t r = 0; r < backward_key_tile; ++r) {
-      const float* row = r < count ? reinterpret_cast<const float*>(rows.row(first_key + r)) : nullptr;
-      for (int64_t d = 0; d < dim; d += L) {
-        float* at = to + (d / L * backward_key_tile + r) * L;
-        if (row != nullptr && d + L <= dim) {
-          store(at, load(row + d));
-          store(at + vec_lanes, load(row + d + vec_lanes));
-        } else {
-          for (int64_t l = 0; l < L; ++l) at[l] = row != nullptr && d + l < dim ? row[d + l] : 0.0f;
-        }
-      }
-    }
-  }
-  static void store_accumulator(const TensorView& to, const float* from, HeadIndex head, int64_t first_key, int64_t count, int64_t dim) {
-    const Rows rows = Rows::of(to, DType::float32, head.batch, head.kv_head, 1);
-    for (int64_t r = 0; r < count; ++r) {
-      float* row = reinterpret_cast<float*>(const_cast<char*>(rows.row(first_key + r)));
-      for (int64_t d = 0; d < dim; d += L) {
-        const float* at = from + (d / L * backward_key_tile + r) * L;
-        if (d + L <= dim) {
-          store(row + d, load(at));
-          store(row + d + vec_lanes, load(at + vec_lanes));
-        } else {
-          for (int64_t l = 0; d + l < dim; ++l) row[d + l] = at[l];
-        }
+          if (first_key + key >= tile.lo[r] && first_key + key < tile.hi[r]) dv.at(d / L, key)[d % L] += row[d];
       }
     }
   }

@@ -104,12 +104,36 @@ struct CoreAmx : PackBf16 {
     }
   }
 
+  // Depth 64, C from zero: all of B stays in tiles 4-7, A streams through 2 and 3.
+  static __attribute__((noinline)) void multiply_short(float* c, int64_t c_stride, const View& a, const uint16_t* b, int64_t b_stride,
+                                                       int64_t rows) {
+    const int64_t c_bytes = c_stride * 4, b_bytes = b_stride * 4;
+    tile_load<4>(b, b_bytes);
+    tile_load<5>(b + 32, b_bytes);
+    tile_load<6>(b + 32 * b_stride, b_bytes);
+    tile_load<7>(b + 32 * b_stride + 32, b_bytes);
+    for (int64_t row = 0; row < rows; row += 16, c += 16 * c_stride) {
+      const uint16_t* from = a.data + row / 32 * a.row_blocks_stride + row % 32 * 32;
+      tile_zero<0>();
+      tile_zero<1>();
+      tile_load<2>(from, 64);
+      tile_multiply<0, 2, 4>();
+      tile_multiply<1, 2, 5>();
+      tile_load<3>(from + block, 64);
+      tile_multiply<0, 3, 6>();
+      tile_multiply<1, 3, 7>();
+      tile_store<0>(c, c_bytes);
+      tile_store<1>(c + 16, c_bytes);
+    }
+  }
+
   // The rescale by alpha is a pass of its own.
   template <Update update>
   static void multiply(float* c, int64_t c_stride, const View& a, const uint16_t* b, int64_t b_stride, int64_t rows, int64_t depth,
                        int64_t used = lanes, const float* alpha = nullptr) {
     if constexpr (update == Update::scale_add) rescale(c, rows, alpha);
     constexpr bool accumulate = update != Update::store;
+    if (!accumulate && depth == 64 && used > 16 && rows > 32) return multiply_short(c, c_stride, a, b, b_stride, rows);
     if (used > 16)
       multiply_blocks<accumulate, true>(c, c_stride, a, b, b_stride, rows, depth);
     else

@@ -51,7 +51,8 @@ std::vector<IsaLevel> detect() {
   uint32_t a71 = 0, b71, c71, d71;
   if (a7 < 1 || !__get_cpuid_count(7, 1, &a71, &b71, &c71, &d71) || !(a71 >> 5 & 1)) return levels;
   levels.push_back(IsaLevel::avx512_bf16);
-  const bool amx = (d7 >> 22 & 1) && (d7 >> 24 & 1) && (state >> 17 & 3) == 3;
+  const bool vbmi = c7 >> 1 & 1; // its kernels look up bytes
+  const bool amx = vbmi && (d7 >> 22 & 1) && (d7 >> 24 & 1) && (state >> 17 & 3) == 3;
   if (amx && amx_permitted()) levels.push_back(IsaLevel::amx_bf16);
   return levels;
 }

@@ -65,7 +65,6 @@ template <class Core> struct Forward {
     int64_t first_key = shape.keys, end_key = 0;
     for (int64_t panel = 0; panel < memory.panels; ++panel) {
       const int64_t row = panel * L, count = memory.rows - row < L ? memory.rows - row : L;
-      prefetch_rows(q, first_token * group + row + L, first_token * group + row + 2 * L, end_token * group, shape.head_dim);
       Core::pack_lanes(memory.q + panel * memory.depth * L, q, first_token * group + row, count, shape.head_dim, sign);
       const PanelIntervals& interval = memory.intervals[panel] =
           panel_intervals(params.mask, head.batch, group, first_token, row, count, L, memory.lo + row, memory.hi + row);
@@ -115,12 +114,9 @@ template <class Core> struct Forward {
   }
 
   static void walk(const Walk& w, const Memory& memory) {
-    constexpr int64_t chunks = forward_key_tile / key_chunk;
     const AttentionShape& shape = w.params.shape;
     const auto k_view = Core::rows_view(memory.k, memory.depth);
     const auto v_view = Core::columns_view(memory.v, forward_key_tile);
-    // Rows of the next tile to prefetch with each chunk of scores: a few at a time, or the line fill buffers stall the products.
-    const int64_t share = (forward_key_tile + memory.panels * chunks - 1) / (memory.panels * chunks);
     for (int64_t tile = w.first_key / forward_key_tile * forward_key_tile; tile < w.end_key; tile += forward_key_tile) {
       const int64_t count = keys_in_tile(w, tile);
       Core::pack_rows(memory.k, w.k, tile, count, forward_key_tile, shape.head_dim);
@@ -131,13 +127,8 @@ template <class Core> struct Forward {
         const int64_t keys = range.end - range.begin;
         if (keys == 0) continue;
         float* scores = memory.scores + range.begin * L;
-        for (int64_t chunk = range.begin; chunk < range.end; chunk += key_chunk) {
-          const int64_t next = tile + forward_key_tile + (panel * chunks + chunk / key_chunk) * share;
-          prefetch_rows(w.k, next, next + share, w.end_key, shape.head_dim);
-          prefetch_rows(w.v, next, next + share, w.end_key, shape.value_head_dim);
-          Core::template multiply<Update::store>(memory.scores + chunk * L, L, k_view.rows_from(chunk), memory.q + panel * memory.depth * L,
-                                                 L, key_chunk, memory.depth);
-        }
+        Core::template multiply<Update::store>(scores, L, k_view.rows_from(range.begin), memory.q + panel * memory.depth * L, L, keys,
+                                               memory.depth);
         prepare_scores(w, interval, tile, range, memory.scores);
         Element* p = memory.p + range.begin * L;
         const bool rescale =
@@ -172,8 +163,6 @@ template <class Core> struct Forward {
     const int64_t group = shape.group();
     const Rows out = Rows::of(params.out, shape.dtype, head.batch, head.kv_head, group);
     const float* o = memory.o + panel * memory.value_rows * L;
-    prefetch_rows(out, first_token * group + (panel + 1) * L, first_token * group + (panel + 2) * L, first_token * group + memory.rows,
-                  shape.value_head_dim);
     float inverse[L];
     const int64_t rows = memory.rows - panel * L < L ? memory.rows - panel * L : L;
     for (int64_t r = 0; r < L; ++r) {

@@ -21,9 +21,7 @@ struct Kernels {
   int64_t (*backward_head_bytes)(const BackwardParams&);
   int64_t (*backward_thread_bytes)(const BackwardParams&);
   void (*backward_prepare)(const BackwardParams&, HeadIndex, int64_t query_tile, std::byte* head_memory);
-  // next_key_tile: what this thread is likely to do next, to be prefetched.
-  void (*backward_keys)(const BackwardParams&, HeadIndex, int64_t key_tile, int64_t next_key_tile, std::byte* head_memory,
-                        std::byte* thread_memory);
+  void (*backward_keys)(const BackwardParams&, HeadIndex, int64_t key_tile, std::byte* head_memory, std::byte* thread_memory);
   void (*backward_finish)(const BackwardParams&, HeadIndex, int64_t query_tile, std::byte* head_memory);
   // Adds the head's sink gradients to sums[Hq], query tiles in order.
   void (*backward_sinks)(const BackwardParams&, HeadIndex, std::byte* head_memory, double* sums);

@@ -28,6 +28,15 @@ struct PackBf16 {
 
   template <class Layout> static void pack_rows(uint16_t* to, const Rows& from, int64_t first, int64_t count, int64_t padded, int64_t dim) {
     const int64_t width = round_up(dim, 32);
+    if (dim == width && count == padded && padded % 32 == 0) {
+      for (int64_t r = 0; r < padded; r += 32)
+        for (int64_t d = 0; d < width; d += 32) {
+          uint16_t* block = Layout::at(to, width, r, d);
+          const int64_t stride = Layout::at(block, width, 1, 0) - block;
+          for (int64_t i = 0; i < 32; ++i) _mm512_storeu_si512(block + i * stride, _mm512_loadu_si512(from.row(first + r + i) + d * 2));
+        }
+      return;
+    }
     for (int64_t r = 0; r < padded; ++r) {
       const uint16_t* row = r < count ? reinterpret_cast<const uint16_t*>(from.row(first + r)) : nullptr;
       for (int64_t d = 0; d < width; d += 32)
@@ -51,6 +60,7 @@ struct PackBf16 {
     __mmask32 bad = 0;
     for (int64_t r = 0; r < padded; r += 32)
       for (int64_t d = 0; d < dim; d += 32) {
+        if (r + 32 <= count && d + 32 <= dim && pack_finite_columns<Layout>(to, from, first, r, padded, d)) continue;
         __m512i low[16], high[16];
         for (int i = 0; i < 16; ++i) {
           __m512i pair[2];
@@ -62,18 +72,39 @@ struct PackBf16 {
           low[i] = _mm512_unpacklo_epi16(pair[0], pair[1]);
           high[i] = _mm512_unpackhi_epi16(pair[0], pair[1]);
         }
-        // Dword i of `low` is element (i / 4) * 8 + i % 4 of the rows, dword i of `high` the fourth after it.
-        const int64_t rows_left = round_up(dim, Layout::row_unit) - d;
-        transpose_16x16(low);
-        transpose_16x16(high);
-        for (int i = 0; i < 16; ++i) {
-          const int element = i / 4 * 8 + i % 4;
-          if (element >= rows_left) break;
-          _mm512_storeu_si512(Layout::at(to, padded, d + element, r), low[i]);
-          _mm512_storeu_si512(Layout::at(to, padded, d + element + 4, r), high[i]);
-        }
+        store_columns<Layout>(to, padded, r, d, low, high, round_up(dim, Layout::row_unit) - d);
       }
     return bad != 0;
+  }
+
+  // A whole block of 32 x 32, which most are; false if it holds something that is not finite.
+  template <class Layout>
+  static TPK_INLINE bool pack_finite_columns(uint16_t* to, const Rows& from, int64_t first, int64_t r, int64_t padded, int64_t d) {
+    __m512i low[16], high[16], largest = _mm512_setzero_si512();
+    for (int i = 0; i < 16; ++i) {
+      const __m512i a = _mm512_loadu_si512(from.row(first + r + 2 * i) + d * 2),
+                    b = _mm512_loadu_si512(from.row(first + r + 2 * i + 1) + d * 2);
+      largest = _mm512_max_epu16(largest, _mm512_max_epu16(_mm512_add_epi16(a, a), _mm512_add_epi16(b, b))); // twice: without the sign
+      low[i] = _mm512_unpacklo_epi16(a, b);
+      high[i] = _mm512_unpackhi_epi16(a, b);
+    }
+    if (_mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(short(0xff00))) != 0) return false;
+    store_columns<Layout>(to, padded, r, d, low, high, 32);
+    return true;
+  }
+
+  // Dword i of `low` is element (i / 4) * 8 + i % 4 of 32 rows' pairs, dword i of `high` the fourth after it.
+  template <class Layout>
+  static TPK_INLINE void store_columns(uint16_t* to, int64_t padded, int64_t r, int64_t d, __m512i (&low)[16], __m512i (&high)[16],
+                                       int64_t rows_left) {
+    transpose_16x16(low);
+    transpose_16x16(high);
+    for (int i = 0; i < 16; ++i) {
+      const int element = i / 4 * 8 + i % 4;
+      if (element >= rows_left) break;
+      _mm512_storeu_si512(Layout::at(to, padded, d + element, r), low[i]);
+      _mm512_storeu_si512(Layout::at(to, padded, d + element + 4, r), high[i]);
+    }
   }
 
   // B with rows as lanes, one panel: to[round_up(dim, 32) / 2][32][2], times sign.
@@ -117,6 +148,9 @@ struct PackBf16 {
                                                        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
     _mm512_storeu_si512(to + row * 32 + v * 32, _mm512_permutexvar_epi16(_mm512_load_si512(index), both));
+  }
+  static TPK_INLINE void store_depth_pair(uint16_t* to, int64_t row, int v, __m512i pairs) {
+    _mm512_storeu_si512(to + row * 32 + v * 32, pairs);
   }
   static TPK_INLINE void emit_rows_pair(uint16_t* to, int64_t stride, const Vec (&first)[2], const Vec (&second)[2]) {
     _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(first[1], first[0]));

@@ -27,14 +27,6 @@ struct Rows {
   }
 };
 
-// Asks for rows [first, end) below `limit` to come to the L2 cache. One request for two lines: L2 fetches their neighbours by itself, and
-// requests for both take twice the line fill buffers (8 % slower).
-inline void prefetch_rows(const Rows& rows, int64_t first, int64_t end, int64_t limit, int64_t dim) {
-  const int64_t bytes = dim * dtype_bytes(rows.dtype);
-  for (int64_t r = first; r < end && r < limit; ++r)
-    for (int64_t at = 0; at < bytes; at += 128) __builtin_prefetch(rows.row(r) + at, 0, 2);
-}
-
 TPK_INLINE float float_of_bits(uint32_t bits) {
   float x;
   std::memcpy(&x, &bits, 4);

@@ -4,6 +4,9 @@
 #pragma once
 
 #include "core_f32.h"
+#if TPK_LEVEL >= TPK_LEVEL_AMX_BF16
+#include "fixed_exponential.h"
+#endif
 
 namespace tpk::cpu::TPK_NAMESPACE {
 namespace {
@@ -42,11 +45,20 @@ template <class Core> TPK_INLINE Vec highest_score(const float* s, int64_t rows,
   return maximum(maximum(maximum(m0, m1), maximum(m2, m3)) * splat(scale_log2), at_least);
 }
 
-// Writes 2^(score - reference) of vector v of the panel and returns its sum over the keys.
+// Writes 2^(score - reference) of vector v of the panel and returns its sum over the keys: NaN where a score is NaN or too high.
 template <class Core>
 TPK_INLINE Vec exponentials(const float* s, typename Core::Element* probabilities, int64_t rows, float scale_log2, Vec reference, int v) {
+  Vec s0 = splat(0.0f), s1 = s0;
+#if TPK_LEVEL >= TPK_LEVEL_AMX_BF16
+  FixedExponential exponential(scale_log2, reference);
+  for (int64_t r = 0; r < rows; r += 4, s += 4 * Core::lanes) {
+    Core::store_depth_pair(probabilities, r, v, exponential.pair(load(s), load(s + Core::lanes), s0));
+    Core::store_depth_pair(probabilities, r + 2, v, exponential.pair(load(s + 2 * Core::lanes), load(s + 3 * Core::lanes), s1));
+  }
+  return exponential.nan_where_out_of_range(s0 + s1);
+#else
+  Vec s2 = s0, s3 = s0;
   const Vec scale = splat(scale_log2), shift = splat(0.0f) - reference;
-  Vec s0 = splat(0.0f), s1 = s0, s2 = s0, s3 = s0;
   for (int64_t r = 0; r < rows; r += 4) {
     const Vec p0 = exp2_approx<Core::exp_degree>(fma(load(s + (r + 0) * Core::lanes), scale, shift));
     const Vec p1 = exp2_approx<Core::exp_degree>(fma(load(s + (r + 1) * Core::lanes), scale, shift));
@@ -60,6 +72,7 @@ TPK_INLINE Vec exponentials(const float* s, typename Core::Element* probabilitie
     Core::emit_depth_pair(probabilities, r + 2, v, p2, p3);
   }
   return (s0 + s1) + (s2 + s3);
+#endif
 }
 
 // Running statistics of one panel of query rows, one value a lane, in units of log2.
@@ -74,8 +87,8 @@ inline constexpr float highest_lagging_sum = 1048576.0f;
 
 // Probabilities against a new reference; what was accumulated before is worth alpha.
 template <class Core>
-bool restart(const float* s, typename Core::Element* probabilities, int64_t rows, float scale_log2, Vec before, Vec now, Vec sum,
-             const RowStatistics& state, int v) {
+TPK_INLINE bool restart(const float* s, typename Core::Element* probabilities, int64_t rows, float scale_log2, Vec before, Vec now, Vec sum,
+                        const RowStatistics& state, int v) {
   // A row that has seen no key yet: reference 0 keeps -inf - (-inf) away.
   const Vec reference = zero_where_equal(now, splat(minus_infinity), now);
   const Vec alpha = exp2_approx<Core::exp_degree>(before - reference);
@@ -97,7 +110,7 @@ bool online_softmax(const float* scores, typename Core::Element* probabilities, 
     const float* s = scores + v * vec_lanes;
     const Vec before = load(state.reference + v * vec_lanes), sum = load(state.sum + v * vec_lanes);
     if (v == 1) Core::wake();
-    if constexpr (Core::lagging) {
+    if (Core::lagging && !all_equal(before, splat(minus_infinity))) {
       const Vec tile_sum = exponentials<Core>(s, probabilities, rows, scale_log2, before, v);
       if (none_above(tile_sum, splat(highest_lagging_sum))) { // false for NaN, and for a lane without a reference (inf or NaN)
         store(state.sum + v * vec_lanes, sum + tile_sum);
