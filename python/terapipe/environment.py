@@ -191,10 +191,12 @@ def _backends() -> list[Choice]:
 def _links() -> list[Choice]:
     links = [Choice("local", True, "one process steps all ranks")]
     try:
-        from tpkernels.links import shm_missing
+        from tpkernels.links import peer_missing, shm_missing
 
         missing = shm_missing()
         links.append(Choice("shm", not missing, missing or "CPU ranks of one host, the default between them"))
+        missing = peer_missing()
+        links.append(Choice("peer", not missing, missing or "GPUs of one host, the default between them"))
     except ImportError as error:
         links.append(Choice("shm", False, str(error)))
     try:

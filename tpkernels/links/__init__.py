@@ -2,6 +2,7 @@
 
 local   one process steps all ranks of a plan: plain tensors, one per slot (tests, debugging, a single device)
 shm     two processes of one host, on CPUs: the receiver's slots in shared memory, written in place
+peer    two GPUs of one host: kernels write the receiver's slots tile by tile, and start on the tiles that came
 dist    torch.distributed isend and posted irecv on a group of the link's own; gloo or NCCL, across hosts
 """
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from tpkernels.links.base import Key, Link, LinkError, LinkSpec, Speed, Transfers
 from tpkernels.links.dist import DistLink
 from tpkernels.links.local import LocalLink
+from tpkernels.links.peer import PeerLink, peer_missing
 from tpkernels.links.shm import ShmLink, shm_missing
 
 __all__ = [
@@ -23,25 +25,30 @@ __all__ = [
     "LinkError",
     "LinkSpec",
     "LocalLink",
+    "PeerLink",
     "ShmLink",
     "Speed",
     "Transfers",
     "open_link",
+    "peer_missing",
     "shm_missing",
 ]
 
-KINDS = ("local", "shm", "dist")
+KINDS = ("local", "shm", "peer", "dist")
 
 
 def open_link(kind: str, spec: LinkSpec, *, group: dist.ProcessGroup | None = None, **options: Any) -> Link:
     """This process's end of a link of `kind`.
 
-    group: holds both ranks; "dist" sends through it, "shm" meets through it, so both ends make this call. options: of
-    the medium (`ShmLink.open`). ValueError for an unknown kind, LinkError when the two ends do not come together."""
+    group: holds both ranks; "dist" sends through it, the others meet through it, so both ends make this call. options:
+    of the medium (`ShmLink.open`, `PeerLink.open`).
+    ValueError for an unknown kind, LinkError when the two ends do not come together."""
     if kind == "local":
         return LocalLink(spec)
     if kind not in KINDS:
         raise ValueError(f"unknown kind of link {kind!r}; choose {', '.join(KINDS)}.")
     if group is None:
         raise ValueError(f"{spec}: a link of kind {kind!r} needs a process group that holds both of its ranks.")
-    return DistLink(spec, group) if kind == "dist" else ShmLink.open(spec, group, **options)
+    if kind == "dist":
+        return DistLink(spec, group)
+    return (PeerLink if kind == "peer" else ShmLink).open(spec, group, **options)

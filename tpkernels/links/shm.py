@@ -13,6 +13,7 @@ import secrets
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,20 +112,9 @@ class ShmLink:
     def open(spec: LinkSpec, group: dist.ProcessGroup, **options: Any) -> ShmLink:
         """Meet the other end through `group`; options: of the constructor. LinkError on both ends when either
         cannot."""
-        sender = dist.get_rank() == spec.source
         try:
-            if sender:
-                address, generation = _hear(spec, group)
-                met = connect(address, MEET_S)
-            else:
-                generation = secrets.randbits(31)
-                try:
-                    offer = offer_segment(spec, generation)
-                except OSError as error:
-                    _say(spec, group, f"!rank {spec.destination} cannot share its slots: {error}")
-                    raise
-                _say(spec, group, f"{offer.address} {generation}")
-                met = offer.accept(MEET_S)
+            met, generation = meet(spec, group, lambda generation: offer_segment(spec, generation))
+            sender = dist.get_rank() == spec.source
             return ShmLink(spec, met, generation, sender=sender, **options)
         except (OSError, ValueError) as error:
             raise LinkError(f"{spec}: the two ends did not come together: {error}") from error
@@ -262,6 +252,22 @@ class ShmLink:
             f"tile {trouble.tile}, wanted epoch {trouble.wanted}, saw {trouble.seen}).",
             lost_peer=None if trouble.outcome == "late" else self._peer,
         )
+
+
+def meet(spec: LinkSpec, group: dist.ProcessGroup, offer: Callable[[int], Offer]) -> tuple[Segment, int]:
+    """The two ends meet through `group`: the memory that the receiver's `offer(generation)` made, and the generation.
+    OSError on both when either cannot."""
+    if dist.get_rank() == spec.source:
+        address, generation = _hear(spec, group)
+        return connect(address, MEET_S), generation
+    generation = secrets.randbits(31)
+    try:
+        offered = offer(generation)
+    except OSError as error:
+        _say(spec, group, f"!rank {spec.destination} cannot share its slots: {error}")
+        raise
+    _say(spec, group, f"{offered.address} {generation}")
+    return offered.accept(MEET_S), generation
 
 
 _LETTER_BYTES = 512

@@ -1,0 +1,436 @@
+"""Links between two GPUs of one host: Triton kernels write a slice into the slot in the receiver's memory by tiles, and
+the receiver's first kernel starts on the tiles that came (tpkernels/triton/hand_off.py; memory: peer_memory.py).
+
+Nothing here waits on the host: a call launches kernels on the current stream, and one link is used from one stream. A
+wait that fails says so in words that the host reads at its next call and at `finish`, which alone synchronises. A
+thread of the link counts its beat up and watches the peer's; when the peer is gone, it ends the waits.
+
+The trap: after a failed wait kernels skip without a word, so what they should have written is garbage until the error
+is raised; `finish` of a step always does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import select
+import statistics
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpkernels.fused_reference import NormValues
+from tpkernels.links.base import Key, LinkError, LinkSpec, Speed, Transfers, check_put, name, unplanned
+from tpkernels.links.shm import MEET_S, SILENCE_S, TIMEOUT_S, meet
+
+if sys.platform == "linux":
+    from tpkernels.links import peer_memory
+    from tpkernels.links.peer_memory import PeerMemory
+
+if TYPE_CHECKING:
+    from tpkernels.triton.launch import Launch
+    from tpkernels.triton.plan_hand_off import Slot
+
+BEAT_S = 0.02
+TURNS_PER_S = 1000  # of a wait in the interpreter, about
+
+
+def peer_missing() -> str:
+    """Why this process cannot use peer links; empty when it can."""
+    if sys.platform != "linux":
+        return f"needs Linux, this is {sys.platform}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install triton)"
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    count = torch.cuda.device_count()
+    if count < 2:
+        return "one GPU is visible to this process, a link needs two (leave CUDA_VISIBLE_DEVICES alike on all ranks)"
+    if not any(torch.cuda.can_device_access_peer(a, b) for a in range(count) for b in range(count) if a != b):
+        return f"no two of the {count} GPUs can access each other's memory (nvidia-smi topo -p2p r)"
+    return ""
+
+
+class Product(NamedTuple):
+    """x is what was taken, out its product."""
+
+    x: Tensor
+    out: Tensor
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a transfer lies. rows: the slot's words, and its tensor as rows; view: as the plan shapes it."""
+
+    slot: Slot
+    tiles: int
+    rows: Tensor
+    view: Tensor
+
+
+class PeerLink:
+    """One end. Make it with `open`, on both ranks."""
+
+    kind = "peer"
+
+    def __init__(
+        self,
+        spec: LinkSpec,
+        memory: PeerMemory,
+        *,
+        sender: bool,
+        silence_s: float = SILENCE_S,
+        timeout_s: float = TIMEOUT_S,
+        poison: bool = False,
+    ) -> None:
+        """silence_s, timeout_s, poison: as for `ShmLink`; timeout_s ends a wait inside a kernel."""
+        from tpkernels.triton import hand_off, launch
+        from tpkernels.triton.plan_hand_off import Slot
+
+        self.spec, self._memory, self._poison, self._sender = spec, memory, poison, sender
+        self._peer = spec.destination if sender else spec.source
+        cuda = spec.device.type == "cuda"
+        self._words = torch.zeros(hand_off.HOST_WORDS, dtype=torch.int32, pin_memory=cuda)
+        own: dict[str, Any] = {"dtype": torch.int32, "device": spec.device}
+        direction, layout = int(spec.direction == "B"), memory.layout
+        control = torch.tensor([0, 0, direction, peer_memory.signed(layout.generation)], **own)
+        uses = torch.full((spec.slots,), peer_memory.signed(layout.first_epoch), **own)
+        self._slots = [
+            Slot(
+                index,
+                memory.data(index, (layout.rows, layout.columns)),
+                memory.claim(index),
+                memory.flags(index),
+                memory.credit(index),
+                uses[index:],
+                torch.zeros(layout.tiles, **own),
+                control,
+                self._words,
+                int(timeout_s * (1e9 if cuda else TURNS_PER_S)),
+                layout.tile_rows,
+            )
+            for index in range(spec.slots)
+        ]
+        self._run: Callable[[list[Launch], torch.device], None] = launch.run
+        self._step: dict[Key, _Place] = {}
+        self._shapes: dict[Key, tuple[int, ...]] = {}
+        self._order: list[Key] = []
+        self._done = 0
+        self._held: set[Key] = set()
+        self._reserved: Key | None = None
+        self._uses = [layout.first_epoch] * spec.slots  # the host's copy, to name the slice of an epoch
+        self._key_of: dict[tuple[int, int], Key] = {}
+        self._watch = _Watch(memory, self._words, sender=sender, silence_s=silence_s)
+
+    @staticmethod
+    def open(spec: LinkSpec, group: dist.ProcessGroup, *, first_epoch: int = 0, **options: Any) -> PeerLink:
+        """Meet the other end through `group`; options: of the constructor. LinkError on both ends when either cannot.
+        On CPU tensors only in Triton's interpreter."""
+        if missing := _unusable(spec):
+            raise LinkError(f"{spec}: links 'peer' cannot be had: {missing}.")
+        from tpkernels.triton.plan_hand_off import TILE_ROWS
+
+        sender = dist.get_rank() == spec.source
+        try:
+            met, generation = meet(
+                spec,
+                group,
+                lambda generation: peer_memory.offer_memory(
+                    peer_memory.layout_of(spec, TILE_ROWS, generation, first_epoch), spec.device
+                ),
+            )
+            layout = peer_memory.layout_of(spec, TILE_ROWS, generation, first_epoch)
+            memory = peer_memory.map_memory(met, layout, spec.device, sender=sender, timeout_s=MEET_S)
+            return PeerLink(spec, memory, sender=sender, **options)
+        except (OSError, ValueError) as error:
+            raise LinkError(f"{spec}: the two ends did not come together: {error}") from error
+
+    def expect(self, transfers: Transfers) -> None:
+        shapes = dict(transfers)
+        if shapes != self._shapes or not self._step:
+            self._shapes, self._order = shapes, list(shapes)
+            self._step = {key: self._place(key, shape) for key, shape in shapes.items()}
+        self._done, self._reserved = 0, None
+        self._held.clear()
+        self._key_of.clear()
+
+    # ---- sender
+
+    def reserve(self, key: Key) -> Tensor:
+        """Takes the slot's credit; the tensor is this GPU's own, as other ops cannot write the peer's memory."""
+        from tpkernels.triton import plan_hand_off as plan
+
+        place = self._next(key)
+        self._begin(key, place)
+        self._launch(plan.take_credit(place.slot))
+        self._reserved = key
+        return torch.empty(self._shapes[key], dtype=self.spec.dtype, device=self.spec.device)
+
+    def put(self, key: Key, x: Tensor, residual: Tensor | None = None) -> None:
+        from tpkernels.triton import plan_hand_off as plan
+
+        check_put(self.spec, self._shapes, key, x)
+        self._put(key, lambda slot: plan.add_put(slot, _rows(x), None if residual is None else _rows(residual)))
+
+    def put_matmul(
+        self, key: Key, a: Tensor, b: Tensor, residual: Tensor | None = None, *, transposed: bool = True
+    ) -> None:
+        """Puts a [..., K] @ b (+ residual), the product's last kernel writing into the slot; b: a weight [N, K], or
+        [K, N] without `transposed`. The credit comes before the product."""
+        from tpkernels.triton import plan_hand_off as plan
+
+        columns = b.shape[0 if transposed else 1]
+        check_put(self.spec, self._shapes, key, torch.empty(*a.shape[:-1], columns, dtype=a.dtype, device="meta"))
+        rows = None if residual is None else _rows(residual)
+        self._put(
+            key,
+            lambda slot: plan.matmul_add_put(slot, _rows(a), b.contiguous(), rows, transposed=transposed),
+        )
+
+    # ---- receiver
+
+    def take(self, key: Key) -> Tensor:
+        return self._take(key, None)
+
+    def take_norm(self, key: Key, weight: Tensor, bias: Tensor | None = None, *, eps: float, rms: bool) -> NormValues:
+        """The norm of the next slice, of each tile as soon as it is there. `total` is what `take` returns."""
+        from tpkernels.triton import plan_hand_off as plan
+
+        place = self._next(key)
+        out, rstd = torch.empty_like(place.rows), self._statistics(place)
+        mean = None if rms else self._statistics(place)
+        norm = plan.wait_norm(
+            place.slot, weight, bias, rows=place.rows.shape[0], eps=eps, out=out, mean=mean, rstd=rstd
+        )
+        return NormValues(self._take(key, norm), out.view(place.view.shape), mean, rstd)
+
+    def take_matmul(self, key: Key, b: Tensor, *, transposed: bool = True) -> Product:
+        """The next slice @ b, as `put_matmul` has it."""
+        from tpkernels.triton import plan_hand_off as plan
+
+        place = self._next(key)
+        rows, columns = place.rows.shape[0], b.shape[0 if transposed else 1]
+        out = torch.empty(rows, columns, dtype=self.spec.dtype, device=self.spec.device)
+        matmul = plan.wait_matmul(place.slot, b.contiguous(), rows=rows, transposed=transposed, out=out)
+        return Product(self._take(key, matmul), out.view(*place.view.shape[:-1], columns))
+
+    def verify(self, key: Key) -> None:
+        if self.spec.resident:
+            self._end(key, release=False)
+
+    def release(self, key: Key) -> None:
+        if not self.spec.resident:
+            return
+        if self._poison:
+            self._end(key, release=False)
+            self._step[key].rows.fill_(torch.nan)
+        self._end(key, release=True)
+        self._held.discard(key)
+
+    # ---- both
+
+    def finish(self) -> None:
+        if self.spec.device.type == "cuda":
+            torch.cuda.current_stream(self.spec.device).synchronize()
+        self._check()
+        if self._done != len(self._order):
+            raise LinkError(f"{self.spec}: transfers never made: {[name(key) for key in self._order[self._done :]]}.")
+        if self._held:
+            held = [name(key) for key in self._held]
+            raise LinkError(f"{self.spec}: slots still held at the end of the step: {held}.")
+
+    def measure(self) -> Speed | None:
+        """Puts one row back and forth, then whole slots, each waiting for the release of the one before."""
+        from tpkernels.triton import plan_hand_off as plan
+
+        slot = self._slots[0]
+        rounds = [1] * 12 + [slot.data.shape[0]] * 6  # the last goes untimed
+        if not self._sender:
+            for rows in rounds:
+                self._count(slot)
+                self._launch(plan.begin_use(slot, -(-rows // slot.tile_rows)), plan.end_use(slot, release=True))
+            self._settle()
+            return None
+        whole = torch.zeros(slot.data.shape, dtype=self.spec.dtype, device=self.spec.device)
+        seconds: dict[int, list[float]] = {rows: [] for rows in rounds}
+        began, before = 0.0, 0
+        for rows in rounds:
+            self._count(slot)
+            self._launch(plan.take_credit(slot))
+            self._settle()
+            now = time.perf_counter()
+            if before:
+                seconds[before].append(now - began)
+            began, before = now, rows
+            self._launch(plan.add_put(slot, whole[:rows], None))
+        latency = statistics.median(seconds[1][2:]) / 2
+        return Speed(latency * 1e6, self.spec.slot_bytes / min(seconds[rounds[-1]][1:]) / 1e9)
+
+    def close(self) -> None:
+        if self._watch.is_alive():
+            self._watch.stop()
+            self._memory.close()
+        self._step.clear()
+
+    # ---- within
+
+    def _next(self, key: Key) -> _Place:
+        self._check()
+        place = self._step.get(key)
+        if place is not None and self._done < len(self._order) and self._order[self._done] == key:
+            return place
+        if not self._step and self._order:
+            raise LinkError(f"{self.spec}: this end was closed, {name(key)} cannot go over it.")
+        if key not in self._shapes:
+            raise unplanned(self.spec, self._shapes, key)
+        expected = name(self._order[self._done]) if self._done < len(self._order) else "nothing more"
+        raise LinkError(f"{self.spec}: asked for {name(key)}, but the plan's next transfer is {expected}.")
+
+    def _put(self, key: Key, plan_put: Callable[[Slot], Launch]) -> None:
+        place = self._next(key)
+        if self._reserved != key:
+            self.reserve(key)
+        self._reserved = None
+        self._launch(plan_put(place.slot))
+        self._done += 1
+
+    def _take(self, key: Key, consumer: Launch | None) -> Tensor:
+        """Begins a use and runs `consumer`, which waits for its tiles itself."""
+        from tpkernels.triton import plan_hand_off as plan
+
+        place = self._next(key)
+        self._begin(key, place)
+        self._done += 1
+        gate = plan.begin_use(place.slot, place.tiles if consumer is None else 1)
+        self._launch(gate, *([] if consumer is None else [consumer]))
+        if self.spec.resident:
+            self._held.add(key)
+            return place.view.detach()  # a leaf of its own: no gradient or hook of an earlier use
+        x = place.view.clone()
+        self._launch(plan.end_use(place.slot, release=True))
+        return x
+
+    def _end(self, key: Key, *, release: bool) -> None:
+        from tpkernels.triton import plan_hand_off as plan
+
+        slot = self.spec.slot_of[key]
+        if key not in self._held:
+            raise self._overwritten(key, slot)
+        self._launch(plan.end_use(self._slots[slot], release=release))
+
+    def _begin(self, key: Key, place: _Place) -> None:
+        self._key_of[place.slot.index, self._count(place.slot)] = key
+
+    def _count(self, slot: Slot) -> int:
+        self._uses[slot.index] = (self._uses[slot.index] + 1) % 2**32
+        return self._uses[slot.index]
+
+    def _launch(self, *launches: Launch) -> None:
+        self._run(list(launches), self.spec.device)
+        if self.spec.device.type == "cpu":  # the interpreter has run them by now
+            self._check()
+
+    def _settle(self) -> None:
+        if self.spec.device.type == "cuda":
+            torch.cuda.current_stream(self.spec.device).synchronize()
+        self._check()
+
+    def _place(self, key: Key, shape: tuple[int, ...]) -> _Place:
+        slot = self._slots[self.spec.slot_of[key]]
+        view = self._memory.data(slot.index, shape)
+        rows = view.view(-1, shape[-1])
+        return _Place(slot, -(-rows.shape[0] // slot.tile_rows), rows, view)
+
+    def _statistics(self, place: _Place) -> Tensor:
+        return torch.empty(place.rows.shape[0], 1, dtype=torch.float32, device=self.spec.device)
+
+    def _check(self) -> None:
+        """LinkError when a kernel of this end has reported."""
+        who, _, slot, tile, want, got, _ = self._words[1:].tolist()
+        if who != 0:
+            raise self._reported(who, slot, tile, want % 2**32, got % 2**32)
+
+    def _reported(self, who: int, slot: int, tile: int, want: int, got: int) -> LinkError:
+        from tpkernels.triton import hand_off
+
+        # A sender waits for the credit of the use before, its own is the next.
+        use = (want + 1) % 2**32 if who == hand_off.SENDER.value else want
+        key = self._key_of.get((slot, use))
+        if who == hand_off.HOLDER.value:
+            return self._overwritten(key, slot)
+        what = "the first exchange" if key is None else f"stage {key[0]}, {name(key)}"
+        state = self._watch.trouble or "is alive but did not come"
+        return LinkError(
+            f"{self.spec}: rank {self._peer} {state}: waited in vain for {what} (slot {slot}, tile {tile}, "
+            f"wanted epoch {want}, saw {got}, generation {self._memory.layout.generation}).",
+            lost_peer=self._peer if self._watch.trouble else None,
+        )
+
+    def _overwritten(self, key: Key | None, slot: int) -> LinkError:
+        what = "its slice" if key is None else name(key)
+        return LinkError(
+            f"{self.spec}: slot {slot} no longer holds {what}: it was released or written over before its backward "
+            f"had run, so the gradients of this step are wrong."
+        )
+
+
+class _Watch(threading.Thread):
+    """Counts this end's beat up and looks at the peer's, its `closed` word and the socket. When the peer is lost it
+    sets the host's abort word, which ends the waits of kernels. `trouble` says what the peer does instead."""
+
+    def __init__(self, memory: PeerMemory, words: Tensor, *, sender: bool, silence_s: float) -> None:
+        super().__init__(name="terapipe-peer-link", daemon=True)
+        self._segment, self._words, self._silence_s = memory.segment, words, silence_s
+        self._mine = peer_memory.SENDER_END if sender else peer_memory.RECEIVER_END
+        self._theirs = peer_memory.RECEIVER_END if sender else peer_memory.SENDER_END
+        self._closing = threading.Event()
+        self.trouble = ""
+        self.start()
+
+    def stop(self) -> None:
+        """Tell the peer that nothing more will come from here."""
+        self._closing.set()
+        self.join()
+        struct.pack_into("<I", self._segment.memory, self._mine, 1)
+
+    def run(self) -> None:
+        poll, beat, silent_s = select.poll(), 0, 0.0
+        for descriptor in (self._segment.socket.fileno(), self._segment.pidfd):
+            if descriptor >= 0:
+                poll.register(descriptor, select.POLLIN)
+        heard = -1
+        while not self._closing.wait(BEAT_S):
+            beat = (beat + 1) % 2**32
+            struct.pack_into("<I", self._segment.memory, self._mine + 4, beat)
+            closed, theirs = struct.unpack_from("<II", self._segment.memory, self._theirs)
+            # Only waits that passed count: an end that was frozen along with its peer must not find the peer late.
+            silent_s = 0.0 if theirs != heard else silent_s + BEAT_S
+            heard = theirs
+            if closed:
+                self.trouble = "has closed the link"
+            elif poll.poll(0):
+                self.trouble = "is gone"
+            elif silent_s >= self._silence_s:
+                self.trouble = "stands still (stopped or frozen)"
+            if self.trouble:
+                self._words[0] = 1
+                return
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.contiguous().view(-1, x.shape[-1])
+
+
+def _unusable(spec: LinkSpec) -> str:
+    if spec.device.type != "cpu":
+        return peer_missing()
+    from tpkernels.triton.launch import INTERPRETED
+
+    return "" if INTERPRETED else f"its ranks compute on a CPU (on GPUs: {peer_missing() or 'usable here'})"
