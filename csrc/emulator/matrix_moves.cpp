@@ -24,6 +24,17 @@ void count_banks(Block& block, const Warp& warp, uint32_t matrices, Pc pc) {
   }
 }
 
+// Checks the lane's row, if one is asked of it, and brings its address to the meeting.
+Operands& bring_row(Block& block, uint32_t shared, uint32_t matrices, Access access, Pc pc) {
+  if (block.lane() < 8 * matrices) {
+    block.require_shared(shared, 16, 16, pc);
+    block.shared_access(shared, 16, access, pc, false);
+  }
+  Operands& in = block.warp().in[block.lane()];
+  in.bits[0] = shared;
+  return in;
+}
+
 // The element in `half` of lane l's register.
 uint16_t& element(Matrix& matrix, uint32_t l, uint32_t half, bool transposed) {
   const uint32_t outer = l / 4, inner = 2 * (l % 4) + half;
@@ -35,13 +46,7 @@ uint16_t& element(Matrix& matrix, uint32_t l, uint32_t half, bool transposed) {
 Quad ldmatrix(uint32_t shared, uint32_t matrices, bool transposed) {
   const Pc pc = TPK_EMULATOR_PC;
   Block& block = *current_block;
-  Warp& warp = block.warp();
-  const uint32_t lane = block.lane();
-  if (lane < 8 * matrices) {
-    block.require_shared(shared, 16, 16, pc);
-    block.shared_access(shared, 16, Access::read, pc, false);
-  }
-  warp.in[lane].bits[0] = shared;
+  bring_row(block, shared, matrices, Access::read, pc);
   block.meet(transposed ? "ldmatrix (transposed)" : "ldmatrix", ~0u, pc, [&](Warp& warp) {
     block.count("ldmatrix");
     count_banks(block, warp, matrices, pc);
@@ -52,21 +57,15 @@ Quad ldmatrix(uint32_t shared, uint32_t matrices, bool transposed) {
         warp.out[l].bits[i] = element(matrix, l, 0, transposed) | uint32_t{element(matrix, l, 1, transposed)} << 16;
     }
   });
-  const Operands& out = warp.out[lane];
+  const Operands& out = block.warp().out[block.lane()];
   return {out.bits[0], out.bits[1], out.bits[2], out.bits[3]};
 }
 
 void stmatrix(uint32_t shared, Quad values, uint32_t matrices, bool transposed) {
   const Pc pc = TPK_EMULATOR_PC;
   Block& block = *current_block;
-  Warp& warp = block.warp();
-  const uint32_t lane = block.lane();
-  if (lane < 8 * matrices) {
-    block.require_shared(shared, 16, 16, pc);
-    block.shared_access(shared, 16, Access::write, pc, false);
-  }
-  warp.in[lane].bits[0] = shared;
-  for (uint32_t i = 0; i < 4; ++i) warp.in[lane].bits[1 + i] = values.r[i];
+  Operands& in = bring_row(block, shared, matrices, Access::write, pc);
+  for (uint32_t i = 0; i < 4; ++i) in.bits[1 + i] = values.r[i];
   block.meet(transposed ? "stmatrix (transposed)" : "stmatrix", ~0u, pc, [&](Warp& warp) {
     block.count("stmatrix");
     count_banks(block, warp, matrices, pc);

@@ -4,6 +4,11 @@
 #include <algorithm>
 
 namespace tpk::emulator {
+namespace {
+
+constexpr uintptr_t most_watched_bytes = 256 << 20; // a view with huge strides is only checked for bounds
+
+} // namespace
 
 void Tensors::add(Tensor tensor) {
   Entry entry;
@@ -30,7 +35,8 @@ void Tensors::add(Tensor tensor) {
   std::reverse(entry.outer.begin(), entry.outer.end());
   entry.begin = tensor.data;
   entry.end = tensor.data + static_cast<uintptr_t>((last + 1) * tensor.item_bytes);
-  if (tensor.writable) entry.watch = std::make_shared<GlobalWatch>(entry.end - entry.begin, tensor.fresh);
+  if (tensor.writable && entry.end - entry.begin <= most_watched_bytes)
+    entry.watch = std::make_shared<GlobalWatch>(entry.end - entry.begin, tensor.fresh);
   entry.tensor = std::move(tensor);
   entries_.push_back(std::move(entry));
 }
