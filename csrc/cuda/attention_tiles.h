@@ -21,7 +21,7 @@ template <class Element_, int head_dim_> struct ForwardTile {
   using Element = Element_;
   static constexpr int head_dim = head_dim_, rows = 128, keys = 64, warps = 4, threads = warps * 32;
   // head_dim 128: 3 slots are what lets two blocks share a multiprocessor of sm_80 (2 x 82 KiB of 164, to the byte); 255 registers.
-  // head_dim 64: 206 registers; a third block would leave 168 and spill 72 bytes.
+  // head_dim 64: 214 registers; a third block would leave 168 and spill 72 bytes.
   static constexpr int slots = head_dim == 128 ? 3 : 4, blocks = 2;
   static constexpr int warp_rows = rows / warps;
   static constexpr int row_bytes = head_dim * 2, slot_bytes = keys * row_bytes;
@@ -36,7 +36,8 @@ template <class Element_, int head_dim_> struct ForwardTile {
 template <class Element_, int head_dim_, bool small> struct KeyTile {
   using Element = Element_;
   // head_dim 64: 32 keys a warp halve what it reads of q and dout. head_dim 128: 16 keys fill the registers; 128 keys a block make
-  // the reductions of dq half as many as 64 would. small: what fits 99 KiB.
+  // the reductions of dq half as many as 64 would. small: what fits 99 KiB. Registers allow two blocks of head_dim 64, and so does the
+  // shared memory of sm_90; that of sm_80 lacks 1 KiB. chunk: with 32 rows, head_dim 64 would spill up to 136 bytes.
   static constexpr int head_dim = head_dim_, rows = small ? 32 : 64, keys = small ? 64 : 128, chunk = head_dim == 64 ? 16 : 32;
   static constexpr int warp_keys = head_dim == 64 ? 32 : 16, warps = keys / warp_keys, threads = warps * 32;
   static constexpr int row_bytes = head_dim * 2, stages = 2, packed_row_bytes = 16;
