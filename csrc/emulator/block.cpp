@@ -82,6 +82,7 @@ void Block::run(const Launch& launch, uint32_t index, bool backwards, Tensors& t
 void Block::thread_main() {
   Block& block = *current_block;
   block.launch_->body(block.launch_->params);
+  block.report_copies_left();
   block.self().exited = true;
   ++block.num_exited_;
   block.suspend();
@@ -338,6 +339,14 @@ void Block::report_clash(const Clash& clash, Access access, uint32_t offset, uin
   }
   report_->findings.push_back(
       {kind, launch_->kernel, index_, span(thread_, thread_), std::move(what), std::move(remedy), pc, clash.other_pc, std::move(before)});
+}
+
+void Block::report_copies_left() {
+  const size_t left = self().copies.size();
+  if (left == 0 || known("copy pending", 0, 0)) return;
+  report_->findings.push_back({"copy pending", launch_->kernel, index_, span(thread_, thread_),
+                               "ends while " + std::to_string(left) + " of its copies are under way",
+                               "wait for all groups before the end: the memory may be another block's by then"});
 }
 
 void Block::report_clash(const BlockClash& clash, Access access, uintptr_t address, uint32_t bytes, Pc pc) {

@@ -163,6 +163,7 @@ class Block {
   Mbarrier& mbarrier(uint32_t offset, const char* what, Pc pc);
   void complete_if_done(Mbarrier& barrier);
   void land_copies(Mbarrier& barrier);
+  void report_copies_left();
   bool known(const char* kind, Pc pc, Pc other_pc);
 
   // Read by every access: kept together.

@@ -190,7 +190,7 @@ void strided(TestTask task) {
 
 // ---- asynchronous copies --------------------------------------------------------------------------------------------------------
 
-enum class Copying { sound, no_wait, waits_for_too_few, no_barrier, overwritten, refilled_while_read };
+enum class Copying { sound, no_wait, waits_for_too_few, no_barrier, overwritten, refilled_while_read, never_waited_for };
 
 // out = in of the neighbour, in two stages of 16 bytes a thread; valid rows only, zeros after.  tensors: in, out (int32). sizes: valid
 // threads.
@@ -211,6 +211,7 @@ template <Copying mistake> void async_copy(TestTask task) {
     if (mistake != Copying::no_barrier) __syncthreads();
     const uint4 value = ptx::load_shared_16((stage * n + (t + 1) % n) * 16);
     ptx::store_global_16(tensor<int32_t>(task, 1) + (stage * n + t) * 4, value);
+    if (mistake == Copying::never_waited_for && stage == 1) ptx::cp_async_16(t * 16, tensor<const int32_t>(task, 0) + t * 4, valid);
     if (mistake == Copying::refilled_while_read && stage == 0) ptx::cp_async_16(t * 16, tensor<const int32_t>(task, 0) + t * 4, valid);
   }
 }
@@ -281,6 +282,7 @@ constexpr TestKernel kernels[] = {
     {"async_copy_no_barrier", async_copy<Copying::no_barrier>},
     {"async_copy_overwritten", async_copy<Copying::overwritten>},
     {"async_copy_refilled_while_read", async_copy<Copying::refilled_while_read>},
+    {"async_copy_never_waited_for", async_copy<Copying::never_waited_for>},
     {"mbarrier_ring", mbarrier_ring<Phases::sound>},
     {"mbarrier_ring_one_arrives_less", mbarrier_ring<Phases::one_arrives_less>},
     {"mbarrier_ring_no_barrier_after_init", mbarrier_ring<Phases::no_barrier_after_init>},

@@ -181,6 +181,12 @@ def test_asynchronous_copies_arrive_and_fill_with_zeros(emulator, valid):
     assert right and report.kinds == [] and report.operations["cp.async"] == 128, report
 
 
+def test_a_copy_that_nobody_waits_for_is_found(emulator):
+    """It goes to a slot that all have read: nothing else is wrong."""
+    report, right = run_async_copy(emulator, "async_copy_never_waited_for")
+    assert right and report.kinds == ["copy pending"] and "ends while 1 of its copies" in str(report), report
+
+
 @pytest.mark.parametrize(
     ("mistake", "kind", "words"),
     [
