@@ -267,6 +267,8 @@ def _other(address: str, spec: LinkSpec, steps: int, die_at: int) -> None:
     torch.set_num_threads(1)
     chance = random.Random(1)
     link = make_end(spec, connect(address, 10), sender=True, timeout_s=1e6)
+    speed = link.measure()
+    assert speed is not None and speed.latency_us > 0 and speed.gb_per_s > 0
     for step in range(steps):
         link.expect([(key, SHAPE) for key in spec.slot_of])
         for number, key in enumerate(spec.slot_of):
@@ -291,7 +293,9 @@ def start() -> Iterator[Callable[..., PeerLink]]:
         child = multiprocessing.get_context("fork").Process(target=_other, args=(offer.address, spec, steps, die_at))
         child.start()
         children.append(child)
-        return make_end(spec, offer.accept(60), sender=False, timeout_s=1e6)
+        link = make_end(spec, offer.accept(60), sender=False, timeout_s=1e6)
+        assert link.measure() is None  # the sender's process measures
+        return link
 
     yield make
     for child in children:
@@ -350,9 +354,9 @@ def test_without_two_gpus_the_reason_is_said_and_force_is_an_error(monkeypatch: 
 
     row = next(row for row in environment.collect().links if row.name == "peer")
     assert not row.usable and row.note == peer_missing() == "there is no CUDA device"
-    monkeypatch.setattr(launch, "INTERPRETED", False)
     group: Any = object()
-    with pytest.raises(
-        LinkError, match=r"links 'peer' cannot be had: its ranks compute on a CPU \(on GPUs: there is no"
-    ):
+    with pytest.raises(LinkError, match="too few bits for torch.float64"):
+        open_link("peer", make_spec(dtype=torch.float64), group=group)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    with pytest.raises(LinkError, match=r"links 'peer' cannot be had: its ranks compute on a CPU\."):
         open_link("peer", make_spec(), group=group)

@@ -42,12 +42,17 @@ BEAT_S = 0.02
 TURNS_PER_S = 1000  # of a wait in the interpreter, about
 
 
-def peer_missing() -> str:
-    """Why this process cannot use peer links; empty when it can."""
+def peer_missing(device: torch.device | None = None) -> str:
+    """Why this process cannot use peer links, for tensors on `device` if that is given; empty when it can. On a CPU
+    they are for tests, in Triton's interpreter."""
     if sys.platform != "linux":
         return f"needs Linux, this is {sys.platform}"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install triton)"
+    if device is not None and device.type == "cpu":
+        from tpkernels.triton import launch
+
+        return "" if launch.INTERPRETED else "its ranks compute on a CPU"
     if not torch.cuda.is_available():
         return "there is no CUDA device"
     count = torch.cuda.device_count()
@@ -133,7 +138,10 @@ class PeerLink:
     def open(spec: LinkSpec, group: dist.ProcessGroup, *, first_epoch: int = 0, **options: Any) -> PeerLink:
         """Meet the other end through `group`; options: of the constructor. LinkError on both ends when either cannot.
         On CPU tensors only in Triton's interpreter."""
-        if missing := _unusable(spec):
+        missing = peer_missing(spec.device)
+        if spec.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            missing = f"its kernels add in fp32, too few bits for {spec.dtype}"
+        if missing:
             raise LinkError(f"{spec}: links 'peer' cannot be had: {missing}.")
         from tpkernels.triton.plan_hand_off import TILE_ROWS
 
@@ -147,7 +155,11 @@ class PeerLink:
                 ),
             )
             layout = peer_memory.layout_of(spec, TILE_ROWS, generation, first_epoch)
-            memory = peer_memory.map_memory(met, layout, spec.device, sender=sender, timeout_s=MEET_S)
+            try:
+                memory = peer_memory.map_memory(met, layout, spec.device, sender=sender, timeout_s=MEET_S)
+            except BaseException:
+                met.close()  # so that the other end need not wait for a handle
+                raise
             return PeerLink(spec, memory, sender=sender, **options)
         except (OSError, ValueError) as error:
             raise LinkError(f"{spec}: the two ends did not come together: {error}") from error
@@ -426,11 +438,3 @@ class _Watch(threading.Thread):
 
 def _rows(x: Tensor) -> Tensor:
     return x.contiguous().view(-1, x.shape[-1])
-
-
-def _unusable(spec: LinkSpec) -> str:
-    if spec.device.type != "cpu":
-        return peer_missing()
-    from tpkernels.triton.launch import INTERPRETED
-
-    return "" if INTERPRETED else f"its ranks compute on a CPU (on GPUs: {peer_missing() or 'usable here'})"

@@ -33,8 +33,8 @@ class Start:
 
 def choose_links(links: str, plan: Plan, processes: int) -> bool:
     """Whether this process runs every rank; "local" said aloud does so beside other processes too, for comparisons."""
-    if links not in ("auto", "local", "shm", "dist"):
-        raise ValueError(f"unknown links {links!r}; choose 'auto', 'local', 'shm' or 'dist'.")
+    if links not in ("auto", "local", "shm", "peer", "dist"):
+        raise ValueError(f"unknown links {links!r}; choose 'auto', 'local', 'shm', 'peer' or 'dist'.")
     local = links == "local" or (links == "auto" and processes == 1)
     if not local and (processes != plan.ranks or (processes == 1 and not dist.is_initialized())):
         started = f"{processes} processes were started" if dist.is_initialized() else "no process group was started"

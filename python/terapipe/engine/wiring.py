@@ -2,7 +2,8 @@
 copies of a tied parameter.
 
 Two kinds with one interface: everything in this process, or one process a rank; then each link goes through shared
-memory (`shm`) where both ranks compute on CPUs of one host, else over torch.distributed (`dist`).  Every link and group
+memory (`shm`) where both ranks compute on CPUs of one host, through each other's memory (`peer`) where they compute on
+two of its GPUs that reach each other, else over torch.distributed (`dist`).  Every link and group
 is made and warmed here, in one global order on every rank, because creating or first using a communicator later, in the
 order of some rank's actions, is how pipelines hang.
 """
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from terapipe.schedule import Link as PlannedLink
 from terapipe.schedule import Schedule, SlotAssignment
-from tpkernels.links import Link, LinkError, LinkSpec, LocalLink, Transfers, open_link, shm_missing
+from tpkernels.links import Link, LinkError, LinkSpec, LocalLink, Transfers, open_link, peer_missing, shm_missing
 from tpkernels.links.shm import SPIN_S
 
 logger = logging.getLogger("terapipe")
@@ -87,10 +88,11 @@ def open_process_wiring(
 ) -> Wiring:
     """This process is `rank`; a collective call: every rank makes it with the same arguments.
 
-    links: "auto", "shm" or "dist".  LinkError on every rank when "shm" cannot be had for every link."""
+    links: "auto", "shm", "peer" or "dist".  LinkError on every rank when "shm" or "peer" cannot be had for every
+    link."""
     everyone = dist.new_group(backend="gloo", timeout=timeout)
     device = next((spec.device for spec in specs.values()), torch.device("cpu"))
-    places: list[_Place] = _exchange(_Place.here(device), everyone)
+    places: list[_Place] = _exchange(_Place.here(device, links), everyone)
     shared = _open_shared(specs, rank, places, everyone, links=links, timeout=timeout)
     opened: dict[PlannedLink, Link] = {}
     for planned, spec in specs.items():
@@ -116,29 +118,43 @@ def open_process_wiring(
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a rank runs. missing: why it cannot share memory; `host` is alike for ranks that can, `boot` for ranks with
-    one clock."""
+    """Where a rank runs. kind: of a link through memory; missing: why it cannot have one; `host` is alike for ranks
+    that can, `boot` for ranks with one clock; gpu: its index (-1: none), reached: those whose memory it can use."""
 
+    kind: str
     missing: str
     boot: str
     host: tuple[str, str, int]
     cores: int
     threads: int
+    gpu: int = -1
+    reached: tuple[int, ...] = ()
 
     @staticmethod
-    def here(device: torch.device) -> _Place:
-        missing = "its ranks compute on GPUs" if device.type != "cpu" else shm_missing()
+    def here(device: torch.device, links: str) -> _Place:
+        kind = "peer" if links == "peer" or (links == "auto" and device.type == "cuda") else "shm"
+        if kind == "peer":
+            missing = peer_missing(device)
+        else:
+            missing = "its ranks compute on GPUs" if device.type != "cpu" else shm_missing()
         if sys.platform != "linux":
-            return _Place(missing, socket.gethostname(), ("", "", 0), 1, 1)
+            return _Place(kind, missing, socket.gethostname(), ("", "", 0), 1, 1)
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         network = os.readlink("/proc/self/ns/net")  # the two ends meet at a socket whose name is valid in one
         cores = len(os.sched_getaffinity(0))
-        return _Place(missing, boot, (boot, network, os.getuid()), cores, torch.get_num_threads())
+        gpu = -1
+        reached: tuple[int, ...] = ()
+        if kind == "peer" and device.type == "cuda" and not missing:
+            gpu = torch.cuda.current_device() if device.index is None else device.index
+            others = [index for index in range(torch.cuda.device_count()) if index != gpu]
+            reached = tuple(index for index in others if torch.cuda.can_device_access_peer(gpu, index))
+        host = (boot, network, os.getuid())
+        return _Place(kind, missing, boot, host, cores, torch.get_num_threads(), gpu, reached)
 
 
 @dataclass(frozen=True)
 class _Shared:
-    """This rank's links through shared memory, and of all links that have none the reason."""
+    """This rank's links through shared or peer memory, and of all links that have none the reason."""
 
     links: dict[PlannedLink, Link]
     refused: dict[PlannedLink, str]
@@ -163,20 +179,22 @@ def _open_shared(
     for planned, spec in specs.items():
         if planned in refused or rank not in (spec.source, spec.destination):
             continue
-        options = {"spin_s": SPIN_S if spins else 0.0, "timeout_s": timeout.total_seconds()}
+        kind, options = places[rank].kind, {"timeout_s": timeout.total_seconds()}
+        if kind == "shm":
+            options["spin_s"] = SPIN_S if spins else 0.0
         try:
-            opened[planned] = open_link("shm", spec, group=everyone, **options)
+            opened[planned] = open_link(kind, spec, group=everyone, **options)
         except LinkError as error:
             mine[planned] = str(error)
     for failures in _exchange(mine, everyone):  # either end's
         refused |= failures
     for planned in refused.keys() & opened.keys():
         opened.pop(planned).close()
-    if refused and links == "shm":
+    if refused and links != "auto":
         for link in opened.values():
             link.close()
         reasons = "\n".join(f"  {specs[planned]}: {why}" for planned, why in refused.items())
-        raise LinkError(f"links 'shm' were asked for, but cannot be had (links 'auto' uses what can):\n{reasons}")
+        raise LinkError(f"links {links!r} were asked for, but cannot be had (links 'auto' uses what can):\n{reasons}")
     return _Shared(opened, refused)
 
 
@@ -185,7 +203,13 @@ def _apart(places: Sequence[_Place], spec: LinkSpec) -> str:
     source, destination = places[spec.source], places[spec.destination]
     if source.missing or destination.missing:
         return source.missing or destination.missing
-    return "" if source.host == destination.host else "its ranks are on two hosts, or in two network namespaces"
+    if source.host != destination.host:
+        return "its ranks are on two hosts, or in two network namespaces"
+    if source.kind != destination.kind:
+        return "one of its ranks computes on a CPU, the other on a GPU"
+    if source.gpu >= 0 and (destination.gpu not in source.reached or source.gpu not in destination.reached):
+        return f"GPUs {source.gpu} and {destination.gpu} do not reach each other's memory"
+    return ""
 
 
 def _exchange(own: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -198,7 +222,7 @@ def _log(link: Link, why: str) -> None:
     """Tries the link, both ends together; its sender says how fast it is."""
     speed, spec = link.measure(), link.spec
     if speed is not None:
-        reason = f" (no shared memory: {why})" if why else ""
+        reason = f" (no memory in common: {why})" if why else ""
         size = f"{spec.slots} slots of {spec.slot_bytes / 2**20:.2f} MiB"
         logger.info("%s: %s, %s, %.1f us, %.1f GB/s%s", spec, link.kind, size, speed.latency_us, speed.gb_per_s, reason)
 

@@ -114,7 +114,7 @@ class ParallelSettings:
     """Layers of each stage, embedding and head counted as one layer each; without it, as even as possible."""
     warmup_per_hop: int = 1
     """seq_1f1b: forwards a rank may run ahead for each hop; more hides unequal slices and costs memory."""
-    links: Literal["auto", "local", "shm", "dist"] = "auto"
+    links: Literal["auto", "local", "shm", "peer", "dist"] = "auto"
     """auto: shared memory between CPU ranks of one host, else torch.distributed; local: one process steps all ranks."""
     link_slots: int = 0
     """0: a slice stays where it arrived until its backward has run; more: it is copied out of a ring of so many."""
@@ -170,7 +170,7 @@ class TrainConfig:
     evaluate_sequences: int = 8
     """Sequences in a validation loss; 0: no validation."""
     log_every: int = 10
-    """Steps between lines on a terminal that is not one; metrics.jsonl gets every step."""
+    """Steps between printed lines where the output is no terminal; metrics.jsonl gets every step."""
     run_dir: Path = Path("runs/train")
     """Holds config.toml, metrics.jsonl and checkpoints."""
 

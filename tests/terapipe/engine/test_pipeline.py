@@ -269,7 +269,7 @@ def test_layers_that_do_not_fit_are_refused() -> None:
 
 
 def test_links_that_do_not_fit_are_refused() -> None:
-    _refused("unknown links 'tcp'; choose 'auto', 'local', 'shm' or 'dist'", _make, _mixes(), links="tcp")
+    _refused("unknown links 'tcp'; choose 'auto', 'local', 'shm', 'peer' or 'dist'", _make, _mixes(), links="tcp")
     remedy = r"the plan has 2 ranks but no process group was started; start 2 \(torchrun --nproc-per-node 2"
     _refused(remedy, _make, _mixes(), links="dist")
 
