@@ -355,7 +355,7 @@ def test_without_two_gpus_the_reason_is_said_and_force_is_an_error(monkeypatch: 
     row = next(row for row in environment.collect().links if row.name == "peer")
     assert not row.usable and row.note == peer_missing() == "there is no CUDA device"
     group: Any = object()
-    with pytest.raises(LinkError, match="too few bits for torch.float64"):
+    with pytest.raises(LinkError, match=r"too few bits for torch\.float64"):
         open_link("peer", make_spec(dtype=torch.float64), group=group)
     monkeypatch.setattr(launch, "INTERPRETED", False)
     with pytest.raises(LinkError, match=r"links 'peer' cannot be had: its ranks compute on a CPU\."):

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import TOLERANCE, Case, oracle, worst_error
-from worker import LAYOUTS, LINKS, mixed_ties, run_layout
+from engine_cases import TOLERANCE, Case, gradients_of, oracle, worst_error
+from worker import LAYOUTS, LINKS, PEER_CASE, mixed_ties, run_layout
 
 from terapipe.engine.wiring import link_specs, open_local_wiring
 from terapipe.schedule import assign_slots, link_transfers, seq_1f1b
@@ -53,6 +53,21 @@ def test_processes_give_the_numbers_of_one_process(ranks: int, run_scenario: Cal
         assert torch.equal(everything[name], gradient), name
     assert torch.equal(everything["0.weight"], everything["3.weight"])
     assert not torch.equal(everything["0.weight"], everything["2.weight"])
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU triton compiles, and CPU tensors have no kernels")
+def test_links_between_gpus_give_the_numbers_of_one_process(run_scenario: Callable[..., Any]) -> None:
+    """Their kernels in Triton's interpreter, on CPU tensors."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    processes = run_scenario("peer", 2)
+    assert processes.status == 0
+    with PEER_CASE.pipeline(links="local") as pipeline:
+        loss, expected = pipeline.step(PEER_CASE.batch(0)).loss, gradients_of(pipeline)
+    gradients = {name: gradient for result in processes.results for name, gradient in result["gradients"].items()}
+    assert gradients.keys() == expected.keys()
+    assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+    assert [(result["kinds"], result["loss"]) for result in processes.results] == [({"peer"}, loss)] * 2
 
 
 def _check_hand_offs(report: dict[str, Any], case: Case) -> None:

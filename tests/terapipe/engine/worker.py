@@ -95,6 +95,18 @@ def hosts(rank: int, ranks: int) -> dict[str, Any]:
         return {**run_layout(pipeline, HOSTS_CASE), "kinds": kinds, "refused": refused}
 
 
+PEER_CASE = Case("llama", 2, (33, 30), 2, 1, "seq_1f1b", dtype="fp32")
+
+
+def peer(rank: int, ranks: int) -> dict[str, Any]:
+    """One case over links whose kernels Triton's interpreter runs."""
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+    with PEER_CASE.pipeline(links="peer") as pipeline:
+        kinds = {link.kind for link in pipeline._wiring.links.values()}
+        result = pipeline.step(PEER_CASE.batch(0))
+        return {"kinds": kinds, "loss": result.loss, "gradients": gradients_of(pipeline)}
+
+
 def one_without_memory(rank: int, ranks: int) -> dict[str, Any]:
     """Rank 1 cannot make shared memory: the link it receives on falls back, the other stays."""
     before = shm.offer_segment
