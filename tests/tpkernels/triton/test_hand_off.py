@@ -286,7 +286,7 @@ def test_compiled_kernels_of_the_hand_off_keep_its_order(capability, kernel, com
         assert SPIN not in order[last + 1 :] and DATA_LOAD in order and DATA_LOAD not in order[:last]
     if kernel in ("take_credit", "begin_use", "wait_norm", "wait_matmul"):
         assert "%globaltimer" in ptx and "trap" not in ptx
-        assert re.search(r"atom\.global\S*\.max\.s32", ptx)  # one thread's clock decides for all
+        assert re.search(r"(?:atom|red)\.global\S*\.max\.s32", ptx)  # one thread's clock decides for all
     if kernel in ("take_credit", "begin_use", "end_use", "wait_norm", "wait_matmul"):
         assert re.search(SPIN, ptx)
 
