@@ -180,12 +180,14 @@ def prefix_attention(
     deterministic: any slicing gives bitwise the same out, lse and dq; see invariance_unit for dk and dv.
     backend: a name of the registry, else TPK_BACKEND, else the first that fits.
 
-    Backward: run the slices last to first. Each adds to the cache's accumulators for all keys it saw, and returns the
-    final gradient of its own k and v, rounded once to the model dtype.
+    Backward: run the slices last to first, every one: each adds to the cache's accumulators for all keys it saw, and
+    returns the final gradient of its own k and v, rounded once to the model dtype. A loss that leaves out the first
+    slices must take them in with weight 0 (`loss + 0 * out.sum()`), or what later slices add for their keys is lost.
 
     Raises ValueError, with the values, for shapes, dtypes, devices or heads that do not fit, slices or backwards out of
     order, exceeded capacity, or when no backend serves the call. After an error the cache is unchanged.
     """
+    _check_types(q, k, v, cache, mask)
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k, v, cache)
     _check_shapes(q, k, v, cache, sinks, mask, scale, softcap)
@@ -238,6 +240,19 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor, cache: PrefixCache | None) -> lis
     """What autocast does to scaled_dot_product_attention: 32-bit inputs take the autocast dtype, or the cache's."""
     dtype = torch.get_autocast_dtype(q.device.type) if cache is None else cache.dtype
     return [x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v)]
+
+
+def _check_types(q: Any, k: Any, v: Any, cache: Any, mask: Any) -> None:
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"prefix_attention: {name} is a {type(value).__name__}; it must be a torch.Tensor")
+    if cache is not None and not isinstance(cache, PrefixCache):
+        raise TypeError(f"prefix_attention: cache is a {type(cache).__name__}; it must be a PrefixCache or None")
+    if not isinstance(mask, Mask):
+        raise TypeError(
+            f"prefix_attention: mask is a {type(mask).__name__}; it must be a tpkernels.Mask (for boolean masks see "
+            "tpkernels.compat.scaled_dot_product_attention)"
+        )
 
 
 def _check_shapes(

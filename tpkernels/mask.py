@@ -48,7 +48,7 @@ class Mask:
     document_starts: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if len(self.window) != 2:
+        if not isinstance(self.window, Sequence) or len(self.window) != 2:
             raise ValueError(f"Mask: window is (left, right), got {self.window!r}")
         for side, size in zip(("left", "right"), self.window, strict=True):
             if size is not None and size < 0:

@@ -158,6 +158,8 @@ class PrefixCache:
         accumulator: GradientAccumulator | None = None,
     ) -> None:
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
+        if not dtype.is_floating_point:
+            raise ValueError(f"PrefixCache: dtype is {dtype}; it must be a floating-point dtype, that of k and v")
         _check_sizes(
             "PrefixCache",
             batch=batch,

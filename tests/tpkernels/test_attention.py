@@ -240,3 +240,25 @@ def test_bad_input_names_the_values_and_the_remedy(arguments, settings, message)
     with pytest.raises(ValueError, match=message):
         prefix_attention(*arguments, cache, backend="reference", **settings)
     assert cache is None or cache.length == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache": {}}, r"cache is a dict; it must be a PrefixCache"),
+        ({"mask": torch.ones(3, 3, dtype=torch.bool)}, r"mask is a Tensor; it must be a tpkernels.Mask"),
+        ({"q": [[1.0]]}, r"q is a list; it must be a torch.Tensor"),
+    ],
+    ids=["cache", "mask", "q"],
+)
+def test_an_argument_of_another_type_is_named(options, message):
+    arguments = {name: torch.ones(1, 3, 1, 8) for name in "qkv"} | options
+    with pytest.raises(TypeError, match=message):
+        prefix_attention(**arguments)
+
+
+def test_a_window_that_is_one_number_and_a_cache_of_integers_are_refused():
+    with pytest.raises(ValueError, match=r"window is \(left, right\), got 8"):
+        Mask(window=8)
+    with pytest.raises(ValueError, match=r"dtype is torch.int32; it must be a floating-point"):
+        PrefixCache(1, 4, 1, 8, dtype=torch.int32)

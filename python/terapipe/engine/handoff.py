@@ -54,7 +54,8 @@ class HandOffSummary:
 
     @property
     def hidden_share(self) -> float:
-        return 1.0 - self.exposed_s / self.seconds if self.seconds > 0 else 1.0
+        """0 to 1; waiting can last longer than the way, by what it takes to wake up."""
+        return max(0.0, 1.0 - self.exposed_s / self.seconds) if self.seconds > 0 else 1.0
 
 
 def summarize(hand_offs: Sequence[HandOff]) -> HandOffSummary:

@@ -198,7 +198,10 @@ def split_layers(layers: int, stages: int) -> tuple[tuple[int, int], ...]:
     _positive("layers", layers)
     _positive("stages", stages)
     if stages > layers:
-        raise ValueError(f"{stages} stages need at least {stages} layers, the model has {layers}; use fewer ranks")
+        raise ValueError(
+            f"{stages} stages need at least {stages} layers, the model has {layers}, embedding and head included; use "
+            "fewer ranks"
+        )
     ends = itertools.accumulate(equal_slices(layers, stages), initial=0)
     return tuple(itertools.pairwise(ends))
 

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from terapipe.models.config import ModelConfig, tied_parameters
@@ -78,7 +79,7 @@ def save(
     _barrier(group)
     copies = {copy for _, copy in ties}
     tensors = {entry.key(): entry.tensor for entry in _owned(optimizer) if entry.name not in copies}
-    with _one_process_is_fine():
+    with _one_process_is_fine(), _readable_errors(f"writing {partial} failed"):
         dcp.save(
             tensors | _rng_state(_rank(group)),
             checkpoint_id=partial,
@@ -332,6 +333,17 @@ def _write_durably(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _readable_errors(what: str) -> Iterator[None]:
+    """torch's CheckpointException is no Exception and carries a traceback of each rank; say what went wrong instead."""
+    try:
+        yield
+    except CheckpointException as error:
+        causes = {rank: str(cause[0]) for rank, cause in error.failures.items()}
+        causes_in_words = "; ".join(f"rank {rank}: {cause}" for rank, cause in sorted(causes.items()))
+        raise RuntimeError(f"{what} ({causes_in_words}); free space or mend the place, then resume.") from None
 
 
 @contextlib.contextmanager

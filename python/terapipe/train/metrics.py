@@ -58,9 +58,8 @@ class MetricsFile:
         """Lines after `first_step` completed steps are dropped; 0 starts a new file and keeps an earlier run's beside
         it, under the first free name of `metrics.1.jsonl`, `metrics.2.jsonl`, ..."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        if first_step == 0 and path.exists() and path.stat().st_size > 0:
-            numbered = (path.with_suffix(f".{number}{path.suffix}") for number in itertools.count(1))
-            path.rename(next(earlier for earlier in numbered if not earlier.exists()))
+        if first_step == 0:
+            keep_earlier(path)
         kept = [line for line in read_lines(path) if line["step"] <= first_step] if first_step else []
         if kept:  # put in place whole: a kill in between must not lose them
             whole = path.with_suffix(".tmp")
@@ -81,6 +80,13 @@ class MetricsFile:
 
     def close(self) -> None:
         self._stream.close()
+
+
+def keep_earlier(path: Path) -> None:
+    """Rename a file of an earlier run to the first free one of `name.1.suffix`, `name.2.suffix`, ..."""
+    if path.exists() and path.stat().st_size > 0:
+        numbered = (path.with_suffix(f".{number}{path.suffix}") for number in itertools.count(1))
+        path.rename(next(earlier for earlier in numbered if not earlier.exists()))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

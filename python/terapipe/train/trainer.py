@@ -11,10 +11,11 @@ checkpoint of step n is the state after n steps, so a resumed run continues with
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -28,10 +29,17 @@ from terapipe.train import checkpoint
 from terapipe.train.config import TrainConfig
 from terapipe.train.config_file import to_toml
 from terapipe.train.data import Source, open_source
-from terapipe.train.metrics import MetricsFile, Progress, StepMetrics, ValidationMetrics
+from terapipe.train.metrics import MetricsFile, Progress, StepMetrics, ValidationMetrics, keep_earlier
 from terapipe.train.optimizer import Optimizer
 from terapipe.train.step_prediction import WARM_STEPS, StepPrediction, from_actions
 from terapipe.world import ALONE, World, launched_world
+
+log = logging.getLogger(__name__)
+
+# What may differ between a run and the one that it continues, for rounding at most.
+ROUNDING_ONLY = ("ranks", "slices", "slice_tokens", "schedule", "stage_layers", "warmup_per_hop", "plan")
+WITHOUT_EFFECT = {"log_every", "run_dir", "device", "checkpoint.every", "checkpoint.keep", "checkpoint.folder"}
+WITHOUT_EFFECT |= {f"parallel.{key}" for key in (*ROUNDING_ONLY, "links", "link_slots", "link_timeout")}
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -129,6 +137,7 @@ class Trainer:
         self._steps_here, self._warm_step_s = 0, list[float]()
         if resume:
             self._resume()
+        self._first_step = self.step
         self._metrics = self._open_run_dir()
 
     def __enter__(self) -> Trainer:
@@ -240,9 +249,8 @@ class Trainer:
             self._metrics.write(record)
 
     def _describe(self, result: StepResult, rate: float, seconds: float) -> StepMetrics:
-        if (
-            self.step <= 2 or self.step % self.config.log_every == 0
-        ):  # the peak seldom moves later, and asking all ranks takes a collective
+        # The peak seldom moves after the first two steps of this process, and asking all ranks takes a collective.
+        if self.step <= self._first_step + 2 or self.step % self.config.log_every == 0:
             peak = torch.tensor(self.pipeline.memory().peak_bytes, dtype=torch.int64)
             if self.world.size > 1:
                 with self.pipeline.failing_in("asking for the memory of every rank"):
@@ -265,6 +273,8 @@ class Trainer:
             self.config.checkpoint_folder, optimizer=self.optimizer, model=self.model, ties=self.ties
         )
         self.step = info.step
+        if self.first and (differences := _differences(info.extra.get("config", ""), self.config)):
+            log.warning("this run differs from the one that it continues: %s", "; ".join(differences))
         if self.step > self.config.steps:
             raise ValueError(
                 f"the checkpoint {info.path} is from step {info.step}, but steps is {self.config.steps}; raise "
@@ -276,6 +286,8 @@ class Trainer:
             return None
         folder = self.config.run_dir
         folder.mkdir(parents=True, exist_ok=True)
+        if self.step == 0:
+            keep_earlier(folder / "config.toml")
         (folder / "config.toml").write_text(to_toml(self.config))
         metrics = MetricsFile(folder / "metrics.jsonl", first_step=self.step)
         self._closing.callback(metrics.close)
@@ -312,6 +324,23 @@ def _check_links(config: TrainConfig, processes: int) -> None:
         )
 
 
+def _differences(saved: str, config: TrainConfig) -> list[str]:
+    """Settings that change a run's numbers and are not those of the config saved as TOML."""
+    before, now = (dict(_settings(text)) for text in (saved, to_toml(config)))
+    return [f"{key} was {before[key]}, is {now[key]}" for key in now if key in before and before[key] != now[key]]
+
+
+def _settings(toml: str) -> Iterator[tuple[str, str]]:
+    section = ""
+    for line in toml.splitlines():
+        if line.startswith("["):
+            section = line.strip("[]") + "."
+        elif " = " in line:
+            key, value = line.split(" = ", 1)
+            if section + key not in WITHOUT_EFFECT:
+                yield section + key, value
+
+
 def _check_run_dir(config: TrainConfig, resume: bool) -> None:
     folder = config.checkpoint_folder
     found = checkpoint.find_all(folder)
@@ -325,8 +354,16 @@ def _check_run_dir(config: TrainConfig, resume: bool) -> None:
             f"({os.getcwd()})."
         )
     for path in (config.run_dir, folder):
-        if path.exists() and not path.is_dir():
-            raise ValueError(f"{path} is a file, but the run needs a folder there; choose another --run-dir.")
+        check_folder(path)
+
+
+def check_folder(path: Path) -> None:
+    """ValueError unless `path` is a folder that can be written, or can become one."""
+    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not existing.is_dir():
+        raise ValueError(f"{existing} is a file, but the run needs a folder at {path}; choose another --run-dir.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"{existing} cannot be written, but the run needs a folder at {path}; choose another place.")
 
 
 def _silent(line: str) -> None:

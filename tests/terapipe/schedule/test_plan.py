@@ -62,7 +62,7 @@ BAD = {
     "no slice": ({"slices": []}, "at least one slice, got none"),
     "more slices than tokens": ({"slices": 300}, "257 tokens cannot be cut into 300 slices; ask for at most 257"),
     "a word": ({"slices": "4"}, "number of slices must be a whole number, got '4'"),
-    "more stages than layers": ({"layers": 2}, "3 stages need at least 3 layers, the model has 2; use fewer ranks"),
+    "more stages than layers": ({"layers": 2}, "3 stages need at least 3 layers, the model has 2, embedding and head"),
     "near name": ({"schedule": "seq1f1b"}, r"unknown schedule 'seq1f1b'; did you mean 'seq_1f1b'\?"),
     "far name": ({"schedule": "zzz"}, "unknown schedule 'zzz'; known: gpipe"),
     "no micro": ({"micros": 0}, "micros must be at least 1, got 0"),

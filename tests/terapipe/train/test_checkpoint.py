@@ -8,12 +8,15 @@ import shutil
 import socket
 import traceback
 from pathlib import Path
+from traceback import StackSummary
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from terapipe.models import ModelConfig, layers, tied_parameters
 from terapipe.train import checkpoint
@@ -230,3 +233,12 @@ def test_no_checkpoint_and_a_damaged_one_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep is 0"):
         checkpoint.save(tmp_path, optimizer=run, model=CONFIG, keep=0)
     assert math.isfinite(run.step(1.0))
+
+
+def test_a_full_disk_is_one_readable_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any, **options: Any) -> None:
+        raise CheckpointException("save", {1: (OSError(28, "No space left on device"), StackSummary())})
+
+    monkeypatch.setattr(checkpoint.dcp, "save", full)
+    with pytest.raises(RuntimeError, match=r"step-00000000.partial failed \(rank 1: .*No space left.*; free space"):
+        checkpoint.save(tmp_path, optimizer=stage(ALL), model=CONFIG, ties=TIES)

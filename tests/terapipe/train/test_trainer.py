@@ -70,6 +70,7 @@ def test_the_run_folder_holds_metrics_of_every_step_and_the_resolved_config(tmp_
         (0, True), (1, False), (2, False), (2, True), (3, False), (4, False), (4, True),
     ]  # fmt: skip
     for line in lines:
+        assert line.pop("hidden_share", None) is None  # one process: nothing travels
         assert all(isinstance(value, int | float) and math.isfinite(value) for value in line.values()), line
     assert config_file.load(tmp_path / "config.toml", TrainConfig()) == config.resolve()
 
@@ -179,3 +180,28 @@ def test_a_diverged_run_stops_with_the_step(tmp_path: Path) -> None:
     config = with_changes(TINY, run_dir=tmp_path, steps=50, optimizer__learning_rate=1e20, optimizer__clip=0.0)
     with pytest.raises(RuntimeError, match=r"gradient norm at step \d+ is (nan|inf)"):
         run(config)
+
+
+def test_resuming_with_other_settings_says_which_and_still_knows_the_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = with_changes(TINY, run_dir=tmp_path, steps=2, checkpoint__every=2)
+    run(config)
+    with caplog.at_level("WARNING"):
+        run(with_changes(config, steps=3, log_every=50, parallel=ParallelSettings(slices=1)), resume=True)
+    assert "steps was 2, is 3" in caplog.text and "slices" not in caplog.text and "log_every" not in caplog.text
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-2])
+    assert last["step"] == 3 and last["memory_bytes"] > 0
+
+
+def test_a_new_run_keeps_the_earlier_config(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        run(with_changes(TINY, run_dir=tmp_path, steps=1, seed=seed))
+    assert config_file.load(tmp_path / "config.1.toml", TrainConfig()).seed == 1
+    assert config_file.load(tmp_path / "config.toml", TrainConfig()).seed == 2
+
+
+def test_a_run_folder_below_a_file_is_refused_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="file is a file, but the run needs a folder at"):
+        check_start(with_changes(TINY, run_dir=tmp_path / "file" / "runs" / "x"), world=World(), resume=False)
