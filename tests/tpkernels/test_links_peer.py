@@ -31,6 +31,7 @@ CPU = torch.device("cpu")
 SHAPE = (1, 37, 6)
 TILE_ROWS = 16
 NEAR_WRAP = 2**32 - 2
+NEAR_SIGN = 2**31 - 1  # behind it the words, int32, turn negative
 Pair = tuple[PeerLink, PeerLink]
 
 
@@ -47,18 +48,18 @@ def make_spec(slots: int = 2, dtype: torch.dtype = torch.float32, resident: bool
     return LinkSpec(*ranks, way, dtype, CPU, slots, slot_of, SHAPE, resident)
 
 
-def make_end(spec: LinkSpec, met: Any, *, sender: bool, **options: Any) -> PeerLink:
+def make_end(spec: LinkSpec, met: Any, *, sender: bool, first_epoch: int = NEAR_WRAP, **options: Any) -> PeerLink:
     from tpkernels.links import peer_memory
 
-    layout = peer_memory.layout_of(spec, TILE_ROWS, 7, NEAR_WRAP)
+    layout = peer_memory.layout_of(spec, TILE_ROWS, 7, first_epoch)
     memory = peer_memory.map_memory(met, layout, CPU, sender=sender, timeout_s=10)
     return PeerLink(spec, memory, sender=sender, **({"timeout_s": 0.05, "silence_s": 60.0, "poison": True} | options))
 
 
-def make_offer(spec: LinkSpec) -> Any:
+def make_offer(spec: LinkSpec, first_epoch: int = NEAR_WRAP) -> Any:
     from tpkernels.links import peer_memory
 
-    return peer_memory.offer_memory(peer_memory.layout_of(spec, TILE_ROWS, 7, NEAR_WRAP), CPU)
+    return peer_memory.offer_memory(peer_memory.layout_of(spec, TILE_ROWS, 7, first_epoch), CPU)
 
 
 @pytest.fixture
@@ -67,8 +68,9 @@ def meet() -> Iterator[Callable[..., Pair]]:
 
     opened: list[PeerLink] = []
 
-    def make(spec: LinkSpec, **options: Any) -> Pair:
-        offer, accepted = make_offer(spec), []
+    def make(spec: LinkSpec, *, first_epoch: int = NEAR_WRAP, **options: Any) -> Pair:
+        offer, accepted = make_offer(spec, first_epoch), []
+        options["first_epoch"] = first_epoch
         thread = threading.Thread(target=lambda: accepted.append(offer.accept(10)))
         thread.start()
         met = connect(offer.address, 10)
@@ -92,11 +94,14 @@ def expect(pair: Pair) -> list[Key]:
 # ---- what a slot promises --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("first_epoch", [NEAR_WRAP, NEAR_SIGN])
 @pytest.mark.parametrize("slots", [1, 2, 3, 4])
-def test_slices_arrive_bitwise_and_are_held_until_released_last_to_first(slots: int, meet: Callable[..., Pair]) -> None:
+def test_slices_arrive_bitwise_and_are_held_until_released_last_to_first(
+    slots: int, first_epoch: int, meet: Callable[..., Pair]
+) -> None:
     """As many slices as slots are held at a time and released as backwards do, across the wrap of the epochs."""
     dtype = (torch.float32, torch.float16, torch.bfloat16)[slots % 3]
-    pair = sender, receiver = meet(make_spec(slots, dtype))
+    pair = sender, receiver = meet(make_spec(slots, dtype), first_epoch=first_epoch)
     for _ in range(2):
         keys, held = expect(pair), {}
         for number, key in enumerate(keys):
@@ -207,8 +212,9 @@ def test_the_two_ends_must_mean_the_same_link() -> None:
 # ---- when it fails ---------------------------------------------------------------------------------------------------
 
 
-def test_a_dropped_post_is_reported_with_all_that_is_known(meet: Callable[..., Pair]) -> None:
-    pair = sender, receiver = meet(make_spec(), timeout_s=0.05)
+@pytest.mark.parametrize("first_epoch", [NEAR_WRAP, NEAR_SIGN])
+def test_a_dropped_post_is_reported_with_all_that_is_known(first_epoch: int, meet: Callable[..., Pair]) -> None:
+    pair = sender, receiver = meet(make_spec(), timeout_s=0.05, first_epoch=first_epoch)
     first, second, third, *_ = expect(pair)
     words = sender._memory.flags(0)
     sender.put(first, torch.zeros(SHAPE))
@@ -217,13 +223,15 @@ def test_a_dropped_post_is_reported_with_all_that_is_known(meet: Callable[..., P
         receiver.take(first)
     assert str(caught.value) == (
         "link 0->1 (activations): rank 0 is alive but did not come: waited in vain for stage 1, micro 0, slice 0 "
-        "(slot 0, tile 2, wanted epoch 4294967295, saw 4294967294, generation 7)."
+        f"(slot 0, tile 2, wanted epoch {first_epoch + 1}, saw {first_epoch}, generation 7)."
     )
     assert caught.value.lost_peer is None
     with pytest.raises(LinkError, match="waited in vain for stage 1, micro 0, slice 0"):
         receiver.take(second)  # this end has stopped
     sender.put(second, torch.zeros(SHAPE))
-    with pytest.raises(LinkError, match=r"slice 2 \(slot 0, tile 0, wanted epoch 4294967295, saw 4294967294"):
+    with pytest.raises(
+        LinkError, match=rf"slice 2 \(slot 0, tile 0, wanted epoch {first_epoch + 1}, saw {first_epoch}"
+    ):
         sender.put(third, torch.ones(SHAPE))  # the credit never comes
     assert not sender._memory.data(0, SHAPE).any()
 
