@@ -196,7 +196,9 @@ def _links() -> list[Choice]:
         missing = shm_missing()
         links.append(Choice("shm", not missing, missing or "CPU ranks of one host, the default between them"))
         missing = peer_missing()
-        links.append(Choice("peer", not missing, missing or "GPUs of one host, the default between them"))
+        links.append(
+            Choice("peer", not missing, missing or "GPUs of one host, by request (links = peer): not run on GPUs yet")
+        )
     except ImportError as error:
         links.append(Choice("shm", False, str(error)))
     try:

@@ -2,10 +2,10 @@
 copies of a tied parameter.
 
 Two kinds with one interface: everything in this process, or one process a rank; then each link goes through shared
-memory (`shm`) where both ranks compute on CPUs of one host, through each other's memory (`peer`) where they compute on
-two of its GPUs that reach each other, else over torch.distributed (`dist`).  Every link and group
-is made and warmed here, in one global order on every rank, because creating or first using a communicator later, in the
-order of some rank's actions, is how pipelines hang.
+memory (`shm`) where both ranks compute on CPUs of one host, by request through each other's memory (`peer`) where they
+compute on two of its GPUs that reach each other, else over torch.distributed (`dist`).  Every link and group is made
+and warmed here, in one global order on every rank, because creating or first using a communicator later, in the order
+of some rank's actions, is how pipelines hang.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class _Place:
 
     @staticmethod
     def here(device: torch.device, links: str) -> _Place:
-        kind = "peer" if links == "peer" or (links == "auto" and device.type == "cuda") else "shm"
+        kind = "peer" if links == "peer" else "shm"  # peer is by request until it has run on GPUs
         if kind == "peer":
             missing = peer_missing(device)
         else:
