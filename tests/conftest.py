@@ -3,16 +3,24 @@
 Hypothesis is derandomized and each test starts from one seed: a red run is red for everyone. Tests run torch on one
 thread; those about threads set their own number. `backend` runs a test once for each attention backend that can run on
 this machine; on one with a GPU, tests marked `on_gpu_too` run on the GPU's backends as well, with their tensors there.
+
+Triton kernels run on the GPU where there is one, else in Triton's interpreter on CPU tensors. The trap: the interpreter
+is chosen when triton is first imported, by whichever test module imports it first, so the variable is set here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import os
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from tpkernels import backends
 
@@ -60,6 +68,15 @@ def _on_the_backends_device(request: pytest.FixtureRequest) -> Iterator[None]:
     name = request.getfixturevalue("backend") if "backend" in request.fixturenames else None
     with torch.device("cuda") if name in GPU_BACKENDS else contextlib.nullcontext():
         yield
+
+
+@pytest.fixture(scope="session")
+def usable_triton() -> None:
+    """Skips where triton is not installed; one that is installed has to work."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    status = {row.name: row for row in backends.describe()}["triton"]
+    assert status.usable, f"attention backend triton is not usable here: {status.reason}"
 
 
 # The whole session, so that hypothesis may use it. test_backends.py fails where the cpu backend was not built.

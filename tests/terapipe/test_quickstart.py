@@ -42,8 +42,10 @@ def test_it_writes_everything_it_promises(tmp_path: Path) -> None:
     page = (tmp_path / "timeline.html").read_text()
     assert "http://" not in page.replace("http://www.w3.org", "") and "src=" not in page
     bars = [row for row in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"] if row["ph"] == "X"]
-    works = {row["name"] for row in bars if not row["name"].startswith("wait")}
-    assert len(works) == 2 * RANKS * summary["slices"]  # a forward and a backward of every slice on every stage
+    names = {row["name"] for row in bars if not row["name"].startswith("wait")}
+    hand_offs = {name for name in names if "->" in name}
+    assert len(names - hand_offs) == 2 * RANKS * summary["slices"]  # forward and backward, every slice, every stage
+    assert len(hand_offs) == 2 * (RANKS - 1) * summary["slices"]
     for words in ("two stages, no slices", "Not the rival", f"bound for {summary['slices']} equal slices", "def "):
         assert words in done.stdout
 

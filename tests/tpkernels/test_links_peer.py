@@ -20,12 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpkernels import backends
 from tpkernels.links import Key, LinkError, LinkSpec, PeerLink, open_link, peer_missing
 
 if torch.cuda.is_available():
     pytest.skip("with a GPU triton compiles, and CPU tensors have no kernels", allow_module_level=True)
-os.environ.setdefault("TRITON_INTERPRET", "1")
 
 CPU = torch.device("cpu")
 SHAPE = (1, 37, 6)
@@ -36,10 +34,8 @@ Pair = tuple[PeerLink, PeerLink]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _interpreter() -> None:
-    status = {row.name: row for row in backends.describe()}["triton"]
-    if not status.usable:
-        pytest.skip(f"attention backend triton is not usable here: {status.reason}")
+def _interpreter(usable_triton: None) -> None:
+    """Every test here runs the kernels."""
 
 
 def make_spec(slots: int = 2, dtype: torch.dtype = torch.float32, resident: bool = True, way: str = "F") -> LinkSpec:

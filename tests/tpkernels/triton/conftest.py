@@ -1,29 +1,19 @@
-"""Triton kernels run on the GPU where there is one, else in Triton's interpreter on CPU tensors.
+"""Where the Triton kernels run: on the GPU, or in Triton's interpreter on CPU tensors (tests/conftest.py sees to it).
 
-The interpreter is chosen when triton is first imported, which no test module does at its top; setting the variable
-while tests are collected is early enough. Nothing else changes: a backend for CPU tensors is never chosen to be triton.
+A backend for CPU tensors is never chosen to be triton, so tests ask for it.
 """
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
-from tpkernels import backends
-
 GPU = torch.cuda.is_available()
-if not GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")
-def device() -> str:
-    """Where the kernels run; skips where triton cannot run at all."""
-    status = {row.name: row for row in backends.describe()}["triton"]
-    if not status.usable:
-        pytest.skip(f"attention backend triton is not usable here: {status.reason}")
+def device(usable_triton: None) -> str:
+    """Where the kernels run."""
     if not GPU:
         _spare_the_interpreter_its_patches()
     return "cuda" if GPU else "cpu"
