@@ -23,6 +23,8 @@ for version in "${versions[@]}"; do
   fi
   # The environment's own packages come first on the path, so its triton hides that of .venv.
   echo "import site; site.addsitedir('$packages')" >"$("$place/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
+  # Triton 3.6's interpreter makes numbers of one-element arrays, which numpy 2.4 refuses.
+  case "$version" in 3.6*) "$place/bin/python" -m pip install --quiet "numpy==2.2.*" >"$folder/pip.log" 2>&1 ;; esac
   exact=$("$place/bin/python" -c 'import triton; print(triton.__version__)')
   echo "== triton $exact"
   if TRITON_CACHE_DIR="$place/cache" "$place/bin/python" -m pytest tests/tpkernels/triton -q -p no:cacheprovider -k "$subset" 2>&1 |
