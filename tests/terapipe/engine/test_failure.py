@@ -136,10 +136,12 @@ def test_a_slice_that_never_comes_ends_every_rank_with_one_error(run_scenario: C
     found = {(result["rank"], result["action"], result["cause"]) for result in processes.results}
     assert len(found) == 1
     rank, action, cause = found.pop()
-    assert (rank, action) == (2, "2F0.1")
+    # Rank 2 never gets the slice; its neighbours then wait for gradients, from almost the same moment on, and whoever's
+    # time is up first says so for all.
+    assert (rank, action) in {(2, "2F0.1"), (1, "1B0.1"), (0, "0B0.1")}
     assert re.search(
-        r"link 1->2 \(activations\): rank 1 is alive but did not come: waited 1\.\d s for stage 2, micro 0, slice 1 "
-        r"\(slot 1, tile 0, wanted epoch \d+, saw \d+\)",
+        rf"link \d->{rank} \((activations|gradients)\): rank \d is alive but did not come: waited 1\.\d s for "
+        rf"stage {rank}, micro 0, slice 1 \(slot \d, tile 0, wanted epoch \d+, saw \d+\)",
         cause,
     )
 
