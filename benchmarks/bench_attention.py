@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from tpkernels import _core, testing
-from tpkernels.backends import AttentionCall
+from tpkernels.backends import AttentionCall, RawSettings
 from tpkernels.cpu import CpuBackend
 from tpkernels.mask import RawMask
 
@@ -189,43 +189,14 @@ def _ours(
     out, dq = torch.empty_like(q), torch.empty_like(q)
     lse = torch.empty(1, shape.query_heads, shape.tokens)
     dk, dv = torch.zeros(k.shape), torch.zeros(v.shape)
-    scale = shape.head_dim**-0.5
     mask = RawMask(True, -1, -1, None)
+    settings = RawSettings(shape.prefix, mask, shape.head_dim**-0.5, deterministic=True)
 
     def forward() -> None:
-        backend.forward(
-            q,
-            k,
-            v,
-            out=out,
-            lse=lse,
-            start=shape.prefix,
-            mask=mask,
-            scale=scale,
-            softcap=0.0,
-            sinks=None,
-            deterministic=True,
-        )
+        backend.forward(q, k, v, out=out, lse=lse, settings=settings)
 
     def backward() -> None:
-        backend.backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            dq=dq,
-            dk=dk,
-            dv=dv,
-            dsinks=None,
-            start=shape.prefix,
-            mask=mask,
-            scale=scale,
-            softcap=0.0,
-            sinks=None,
-            deterministic=True,
-        )
+        backend.backward(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, dsinks=None, settings=settings)
 
     return {"forward": forward, "backward": backward}
 

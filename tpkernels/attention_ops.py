@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tpkernels import backends
+from tpkernels.backends import RawSettings
 from tpkernels.mask import RawMask
 from tpkernels.prefix_cache import (
     BACKWARD_END,
@@ -119,12 +120,7 @@ def _forward(
                 _last_dim_contiguous(v),
                 out=out,
                 lse=lse,
-                start=piece.start,
-                mask=mask,
-                scale=settings.scale,
-                softcap=settings.softcap,
-                sinks=sinks,
-                deterministic=settings.deterministic,
+                settings=_raw_settings(settings, piece, mask, sinks),
             )
     if append and tokens:
         assert position is not None
@@ -259,12 +255,7 @@ def _backward(
                 dk=dk,
                 dv=dv,
                 dsinks=None if sinks is None else dsinks,
-                start=piece.start,
-                mask=mask,
-                scale=settings.scale,
-                softcap=settings.softcap,
-                sinks=sinks,
-                deterministic=settings.deterministic,
+                settings=_raw_settings(settings, piece, mask, sinks),
             )
     else:
         dq.zero_()
@@ -401,6 +392,10 @@ def _call(
         documents=mask.document_starts is not None,
         deterministic=settings.deterministic,
     )
+
+
+def _raw_settings(settings: Settings, piece: _Slice, mask: RawMask, sinks: Tensor | None) -> RawSettings:
+    return RawSettings(piece.start, mask, settings.scale, settings.softcap, sinks, settings.deterministic)
 
 
 def _raw_mask(settings: Settings, document_starts: Tensor | None, piece: _Slice, batch: int) -> RawMask:

@@ -45,6 +45,18 @@ class AttentionCall:
     deterministic: bool = False
 
 
+class RawSettings(NamedTuple):
+    """What a kernel gets beside its tensors. start: position of the first query, negative where there are more queries
+    than keys; sinks [query_heads] in fp32 at least; the rest as `prefix_attention`."""
+
+    start: int
+    mask: RawMask
+    scale: float
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    deterministic: bool = False
+
+
 class Backend(Protocol):
     """q [B,T,Hq,D], k [B,S,Hkv,D], v [B,S,Hkv,Dv]: views, any outer strides, last dim contiguous, no empty dimension.
 
@@ -60,21 +72,7 @@ class Backend(Protocol):
     def refuses(self, call: AttentionCall) -> str | None:
         """Why it does not serve this call; None: it does."""
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        out: Tensor,
-        lse: Tensor,
-        start: int,
-        mask: RawMask,
-        scale: float,
-        softcap: float,
-        sinks: Tensor | None,
-        deterministic: bool,
-    ) -> None: ...
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, lse: Tensor, settings: RawSettings) -> None: ...
 
     def backward(
         self,
@@ -89,12 +87,7 @@ class Backend(Protocol):
         dk: Tensor,
         dv: Tensor,
         dsinks: Tensor | None,
-        start: int,
-        mask: RawMask,
-        scale: float,
-        softcap: float,
-        sinks: Tensor | None,
-        deterministic: bool,
+        settings: RawSettings,
     ) -> None: ...
 
     def invariance_unit(self, call: AttentionCall) -> int:

@@ -20,6 +20,7 @@ from torch import Tensor
 from tpkernels import attention_ops, backends
 from tpkernels.attention import _autocast, _check_shapes
 from tpkernels.attention_ops import Settings
+from tpkernels.backends import RawSettings
 from tpkernels.compat_pieces import Piece, Sequences, Window, check_sequences, pieces_of, sequence_intervals
 from tpkernels.mask import CAUSAL, RawMask
 from tpkernels.prefix_cache import accumulator_dtype
@@ -168,9 +169,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) 
                 piece.keys(v),
                 out=own_out,
                 lse=own_lse,
-                start=piece.start,
-                mask=piece.mask(q.device),
-                **arguments,
+                settings=RawSettings(start=piece.start, mask=piece.mask(q.device), **arguments),
             )
             lse_part.copy_(own_lse)
             if own_out is not out_part:
@@ -211,9 +210,7 @@ def _backward(
                 dk=piece.keys(dk),
                 dv=piece.keys(dv),
                 dsinks=None if sinks is None else dsinks,
-                start=piece.start,
-                mask=piece.mask(q.device),
-                **arguments,
+                settings=RawSettings(start=piece.start, mask=piece.mask(q.device), **arguments),
             )
             if own_dq is not dq_part:
                 dq_part.copy_(own_dq)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from tpkernels import _core
-from tpkernels.backends import AttentionCall
-from tpkernels.mask import RawMask
+from tpkernels.backends import AttentionCall, RawSettings
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_HEAD_DIM = 256
@@ -44,23 +43,9 @@ class CpuBackend:
             return f"head_dim {call.head_dim}/{call.value_head_dim} is above {MAX_HEAD_DIM}"
         return None
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        out: Tensor,
-        lse: Tensor,
-        start: int,
-        mask: RawMask,
-        scale: float,
-        softcap: float,
-        sinks: Tensor | None,
-        deterministic: bool,
-    ) -> None:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, lse: Tensor, settings: RawSettings) -> None:
         """Writes out and lse."""
-        sinks = _fp32(sinks)
+        sinks = _fp32(settings.sinks)
         _core.attention_forward(
             dtype=_DTYPE_CODES[q.dtype],
             sizes=_sizes(q, k, v),
@@ -69,9 +54,9 @@ class CpuBackend:
             v=_view(v),
             out=_view(out),
             lse=lse.data_ptr(),
-            mask=_mask(mask, start),
-            scale=scale,
-            softcap=softcap,
+            mask=_mask(settings),
+            scale=settings.scale,
+            softcap=settings.softcap,
             sinks=_address(sinks),
             num_threads=torch.get_num_threads(),
         )
@@ -89,15 +74,10 @@ class CpuBackend:
         dk: Tensor,
         dv: Tensor,
         dsinks: Tensor | None,
-        start: int,
-        mask: RawMask,
-        scale: float,
-        softcap: float,
-        sinks: Tensor | None,
-        deterministic: bool,
+        settings: RawSettings,
     ) -> None:
         """Writes dq; adds into dk, dv and dsinks."""
-        sinks = _fp32(sinks)
+        sinks = _fp32(settings.sinks)
         _core.attention_backward(
             dtype=_DTYPE_CODES[q.dtype],
             sizes=_sizes(q, k, v),
@@ -111,9 +91,9 @@ class CpuBackend:
             dk=_view(dk),
             dv=_view(dv),
             dsinks=_address(dsinks),
-            mask=_mask(mask, start),
-            scale=scale,
-            softcap=softcap,
+            mask=_mask(settings),
+            scale=settings.scale,
+            softcap=settings.softcap,
             sinks=_address(sinks),
             num_threads=torch.get_num_threads(),
         )
@@ -132,10 +112,11 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int, in
     return (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
 
 
-def _mask(mask: RawMask, start: int) -> tuple[int, int, int, int, int, int]:
+def _mask(settings: RawSettings) -> tuple[int, int, int, int, int, int]:
+    mask = settings.mask
     documents = mask.document_starts
     batch_stride = 0 if documents is None else documents.stride(0)
-    return (start, int(mask.causal), mask.window_left, mask.window_right, _address(documents), batch_stride)
+    return (settings.start, int(mask.causal), mask.window_left, mask.window_right, _address(documents), batch_stride)
 
 
 def _fp32(tensor: Tensor | None) -> Tensor | None:

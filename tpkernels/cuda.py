@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpkernels.backends import AttentionCall
-from tpkernels.mask import RawMask
+from tpkernels.backends import AttentionCall, RawSettings
 
 DTYPE_CODES = {torch.bfloat16: 1, torch.float16: 2}
 HEAD_DIMS = (64, 128)
@@ -93,25 +92,11 @@ class CudaBackend(Extension):
             "ask for it with backend='cuda' or TPK_BACKEND=cuda"
         )
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        out: Tensor,
-        lse: Tensor,
-        start: int,
-        mask: RawMask,
-        scale: float,
-        softcap: float,
-        sinks: Tensor | None,
-        deterministic: bool,
-    ) -> None:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, lse: Tensor, settings: RawSettings) -> None:
         """Writes out and lse."""
-        _same_device(q, k, v, out, lse, mask.document_starts, sinks)
+        _same_device(q, k, v, out, lse, settings.mask.document_starts, settings.sinks)
         q, k, v = _aligned(q), _aligned(k), _aligned(v)
-        sinks = _fp32(sinks)
+        sinks = _fp32(settings.sinks)
         workspace = Workspace(q.device)
         self.module.attention_forward(
             dtype=DTYPE_CODES[q.dtype],
@@ -121,11 +106,11 @@ class CudaBackend(Extension):
             v=view_of(v),
             out=view_of(out),
             lse=lse.data_ptr(),
-            mask=_mask(mask, start),
-            scale=scale,
-            softcap=softcap,
+            mask=_mask(settings),
+            scale=settings.scale,
+            softcap=settings.softcap,
             sinks=_address(sinks),
-            deterministic=deterministic,
+            deterministic=settings.deterministic,
             allocate=workspace.allocate,
             **self.place(q),
         )
@@ -143,18 +128,13 @@ class CudaBackend(Extension):
         dk: Tensor,
         dv: Tensor,
         dsinks: Tensor | None,
-        start: int,
-        mask: RawMask,
-        scale: float,
-        softcap: float,
-        sinks: Tensor | None,
-        deterministic: bool,
+        settings: RawSettings,
     ) -> None:
         """Writes dq; adds into dk, dv and dsinks."""
-        _same_device(q, k, v, out, lse, dout, dq, dk, dv, dsinks, mask.document_starts, sinks)
+        _same_device(q, k, v, out, lse, dout, dq, dk, dv, dsinks, settings.mask.document_starts, settings.sinks)
         dout, q, k, v, out = (_aligned(x) for x in (dout, q, k, v, out))
         sums_k, sums_v = _aligned(dk), _aligned(dv)
-        sinks = _fp32(sinks)
+        sinks = _fp32(settings.sinks)
         workspace = Workspace(q.device)
         self.module.attention_backward(
             dtype=DTYPE_CODES[q.dtype],
@@ -169,11 +149,11 @@ class CudaBackend(Extension):
             dk=view_of(sums_k),
             dv=view_of(sums_v),
             dsinks=_address(dsinks),
-            mask=_mask(mask, start),
-            scale=scale,
-            softcap=softcap,
+            mask=_mask(settings),
+            scale=settings.scale,
+            softcap=settings.softcap,
             sinks=_address(sinks),
-            deterministic=deterministic,
+            deterministic=settings.deterministic,
             allocate=workspace.allocate,
             **self.place(q),
         )
@@ -243,10 +223,11 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int, in
     return (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
 
 
-def _mask(mask: RawMask, start: int) -> tuple[int, int, int, int, int, int]:
+def _mask(settings: RawSettings) -> tuple[int, int, int, int, int, int]:
+    mask = settings.mask
     documents = mask.document_starts
     batch_stride = 0 if documents is None or documents.shape[0] == 1 else documents.stride(0)
-    return (start, int(mask.causal), mask.window_left, mask.window_right, _address(documents), batch_stride)
+    return (settings.start, int(mask.causal), mask.window_left, mask.window_right, _address(documents), batch_stride)
 
 
 def _fp32(tensor: Tensor | None) -> Tensor | None:

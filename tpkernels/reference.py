@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from tpkernels.mask import RawMask
 from tpkernels.prefix_cache import accumulator_dtype
 
 if TYPE_CHECKING:
-    from tpkernels.backends import AttentionCall
+    from tpkernels.backends import AttentionCall, RawSettings
 
 
 class ForwardResult(NamedTuple):
@@ -183,22 +183,8 @@ class ReferenceBackend:
             )
         return None
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        out: Tensor,
-        lse: Tensor,
-        start: int,
-        mask: RawMask,
-        scale: float,
-        softcap: float,
-        sinks: Tensor | None,
-        deterministic: bool,
-    ) -> None:
-        result = attention_forward(q, k, v, start=start, mask=mask, scale=scale, softcap=softcap, sinks=sinks)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, lse: Tensor, settings: RawSettings) -> None:
+        result = attention_forward(q, k, v, **_arguments(settings))
         out.copy_(result.out)
         lse.copy_(result.lse)
 
@@ -215,16 +201,9 @@ class ReferenceBackend:
         dk: Tensor,
         dv: Tensor,
         dsinks: Tensor | None,
-        start: int,
-        mask: RawMask,
-        scale: float,
-        softcap: float,
-        sinks: Tensor | None,
-        deterministic: bool,
+        settings: RawSettings,
     ) -> None:
-        result = attention_backward(
-            dout, q, k, v, out, lse, start=start, mask=mask, scale=scale, softcap=softcap, sinks=sinks
-        )
+        result = attention_backward(dout, q, k, v, out, lse, **_arguments(settings))
         dq.copy_(result.dq)
         dk.add_(result.dk)
         dv.add_(result.dv)
@@ -234,3 +213,7 @@ class ReferenceBackend:
 
     def invariance_unit(self, call: AttentionCall) -> int:
         raise ValueError(f"invariance_unit: backend reference is not slice invariant: {self.refuses(call)}")
+
+
+def _arguments(settings: RawSettings) -> dict[str, Any]:
+    return {name: value for name, value in settings._asdict().items() if name != "deterministic"}

@@ -92,24 +92,17 @@ def _ours(name: str, deterministic: bool, problem: Problem) -> Jobs:
     out, dq = torch.empty_like(q), torch.empty_like(q)
     lse = torch.empty(shape.batch, shape.query_heads, shape.tokens, device=q.device)
     sums: list[Tensor] = []
-    settings: dict[str, Any] = {
-        "start": shape.prefix,
-        "mask": CAUSAL,
-        "scale": problem.scale,
-        "softcap": 0.0,
-        "sinks": None,
-        "deterministic": deterministic,
-    }
+    settings = backends.RawSettings(shape.prefix, CAUSAL, problem.scale, deterministic=deterministic)
 
     def backward() -> None:
         if not sums:
             sums.extend(torch.zeros(x.shape, device=x.device) for x in (k, v))
         backend.backward(
-            problem.dout, q, k, v, out, lse, dq=dq, dk=sums[0], dv=sums[1], dsinks=None, **settings
+            problem.dout, q, k, v, out, lse, dq=dq, dk=sums[0], dv=sums[1], dsinks=None, settings=settings
         )  # fmt: skip
 
     return Jobs(
-        lambda: backend.forward(q, k, v, out=out, lse=lse, **settings),
+        lambda: backend.forward(q, k, v, out=out, lse=lse, settings=settings),
         backward,
         lambda: Results(out, dq, *sums) if sums else Results(out, None, None, None),
     )

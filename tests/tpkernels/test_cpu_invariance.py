@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tpkernels import testing
-from tpkernels.backends import AttentionCall
+from tpkernels.backends import AttentionCall, RawSettings
 from tpkernels.cpu import CpuBackend
 from tpkernels.mask import RawMask
 from tpkernels.testing import AttentionCase
@@ -97,23 +97,17 @@ class Call:
 
         self.q, self.dout = normal(batch, tokens, heads, dim), normal(batch, tokens, heads, value_dim)
         self.k, self.v = normal(batch, keys, kv_heads, dim), normal(batch, keys, kv_heads, value_dim)
-        self.settings = {
-            "start": keys - tokens,
-            "mask": RawMask(True, -1, -1, None),
-            "scale": 1 / math.sqrt(dim),
-            "softcap": 0.0,
-            "sinks": None,
-            "deterministic": True,
-        }
+        mask = RawMask(True, -1, -1, None)
+        self.settings = RawSettings(keys - tokens, mask, 1 / math.sqrt(dim), deterministic=True)
         self.out = torch.full_like(self.dout, float("nan"))
         self.lse = torch.full((batch, heads, tokens), float("nan"))
         self.dq = torch.full_like(self.q, float("nan"))
         self.dk, self.dv = torch.zeros(self.k.shape), torch.zeros(self.v.shape)
 
     def run(self):
-        CPU.forward(self.q, self.k, self.v, out=self.out, lse=self.lse, **self.settings)
+        CPU.forward(self.q, self.k, self.v, out=self.out, lse=self.lse, settings=self.settings)
         gradients = {"dq": self.dq, "dk": self.dk, "dv": self.dv, "dsinks": None}
-        CPU.backward(self.dout, self.q, self.k, self.v, self.out, self.lse, **gradients, **self.settings)
+        CPU.backward(self.dout, self.q, self.k, self.v, self.out, self.lse, **gradients, settings=self.settings)
         return self
 
 
@@ -136,7 +130,7 @@ def test_accumulators_are_added_to_in_any_layout(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dk_and_dv_of_unseen_keys_keep_their_bits(dtype):
     call = Call(40, 600, dtype=dtype)
-    call.settings["mask"] = RawMask(True, 10, -1, None)
+    call.settings = call.settings._replace(mask=RawMask(True, 10, -1, None))
     call.dk.fill_(0.1)
     call.dv.fill_(float("nan"))
     call.run()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tpkernels.backends import RawSettings
 from tpkernels.cpu import CpuBackend
 from tpkernels.mask import RawMask
 
@@ -21,21 +22,15 @@ class Outcome:
     """Forward and backward of one call; every output starts as NaN, every accumulator as 0."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **changes):
-        settings = {
-            "start": k.shape[1] - q.shape[1],
-            "mask": RawMask(True, -1, -1, None),
-            "scale": q.shape[3] ** -0.5,
-            "softcap": 0.0,
-            "sinks": None,
-            "deterministic": True,
-        } | changes
+        start, mask = k.shape[1] - q.shape[1], RawMask(True, -1, -1, None)
+        settings = RawSettings(start, mask, q.shape[3] ** -0.5, deterministic=True)._replace(**changes)
         self.out = torch.full((*q.shape[:3], v.shape[3]), NAN, dtype=q.dtype)
         self.lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), NAN)
         self.dq = torch.full(q.shape, NAN, dtype=q.dtype)
         self.dk, self.dv = torch.zeros(k.shape), torch.zeros(v.shape)
-        CPU.forward(q, k, v, out=self.out, lse=self.lse, **settings)
+        CPU.forward(q, k, v, out=self.out, lse=self.lse, settings=settings)
         gradients = {"dq": self.dq, "dk": self.dk, "dv": self.dv, "dsinks": None}
-        CPU.backward(dout, q, k, v, self.out, self.lse, **gradients, **settings)
+        CPU.backward(dout, q, k, v, self.out, self.lse, **gradients, settings=settings)
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in ("out", "lse", "dq", "dk", "dv")}

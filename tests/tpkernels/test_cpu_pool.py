@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tpkernels import testing
+from tpkernels.backends import RawSettings
 from tpkernels.cpu import CpuBackend
 from tpkernels.mask import RawMask
 from tpkernels.testing import AttentionCase
@@ -46,9 +47,8 @@ def test_a_child_after_fork_has_its_own_pool():
     torch.set_num_threads(2)
     q = torch.randn(1, 200, 2, 8)
     out, child_out, lse = torch.empty_like(q), torch.empty_like(q), torch.empty(1, 2, 200)
-    mask = RawMask(True, -1, -1, None)
-    settings = {"start": 0, "mask": mask, "scale": 1.0, "softcap": 0.0, "sinks": None, "deterministic": True}
-    CpuBackend().forward(q, q, q, out=out, lse=lse, **settings)
+    settings = RawSettings(0, RawMask(True, -1, -1, None), 1.0, deterministic=True)
+    CpuBackend().forward(q, q, q, out=out, lse=lse, settings=settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # fork of a process with threads is the point
         child = os.fork()
@@ -56,7 +56,7 @@ def test_a_child_after_fork_has_its_own_pool():
         status = 1
         try:
             for _ in range(3):
-                CpuBackend().forward(q, q, q, out=child_out, lse=lse, **settings)
+                CpuBackend().forward(q, q, q, out=child_out, lse=lse, settings=settings)
             status = 0 if child_out.numpy().tobytes() == out.numpy().tobytes() else 2
         finally:
             os._exit(status)
@@ -71,7 +71,7 @@ def test_a_child_after_fork_has_its_own_pool():
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         pytest.fail("the forked child hangs")
-    CpuBackend().forward(q, q, q, out=child_out, lse=lse, **settings)
+    CpuBackend().forward(q, q, q, out=child_out, lse=lse, settings=settings)
     assert torch.equal(out, child_out)
 
 

@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tpkernels.mask import RawMask
 from tpkernels.triton import tiles
 
 if TYPE_CHECKING:
-    from tpkernels.backends import AttentionCall
+    from tpkernels.backends import AttentionCall, RawSettings
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OLDEST, _TOO_NEW = (3, 6), (4, 0)
@@ -82,21 +81,7 @@ class TritonBackend:
             return str(error)
         return None
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        out: Tensor,
-        lse: Tensor,
-        start: int,
-        mask: RawMask,
-        scale: float,
-        softcap: float,
-        sinks: Tensor | None,
-        deterministic: bool,
-    ) -> None:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, lse: Tensor, settings: RawSettings) -> None:
         """Writes out and lse."""
         from tpkernels.triton import launch
         from tpkernels.triton.plan_forward import plan_forward
@@ -107,12 +92,7 @@ class TritonBackend:
             v,
             out=out,
             lse=lse,
-            start=start,
-            mask=mask,
-            scale=scale,
-            softcap=softcap,
-            sinks=_fp32(sinks),
-            deterministic=deterministic,
+            settings=settings._replace(sinks=_fp32(settings.sinks)),
             architecture=_architecture(q.device),
             processors=launch.processors_of(q.device),
         )
@@ -131,12 +111,7 @@ class TritonBackend:
         dk: Tensor,
         dv: Tensor,
         dsinks: Tensor | None,
-        start: int,
-        mask: RawMask,
-        scale: float,
-        softcap: float,
-        sinks: Tensor | None,
-        deterministic: bool,
+        settings: RawSettings,
     ) -> None:
         """Writes dq; adds into dk, dv and dsinks."""
         from tpkernels.triton import launch
@@ -153,12 +128,7 @@ class TritonBackend:
             dk=dk,
             dv=dv,
             dsinks=dsinks,
-            start=start,
-            mask=mask,
-            scale=scale,
-            softcap=softcap,
-            sinks=_fp32(sinks),
-            deterministic=deterministic,
+            settings=settings._replace(sinks=_fp32(settings.sinks)),
             architecture=_architecture(q.device),
             processors=launch.processors_of(q.device),
         )

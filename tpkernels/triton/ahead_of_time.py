@@ -27,6 +27,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
+from tpkernels.backends import RawSettings
 from tpkernels.mask import RawMask
 from tpkernels.triton import tiles
 from tpkernels.triton.launch import Launch
@@ -109,19 +110,23 @@ def launches_of(subject: Subject, **tile: Tile) -> list[Launch]:
     documents = _meta(batch, tokens, dtype=torch.int32) if "documents" in features else None
     sinks = _meta(heads, dtype=torch.float32) if "sinks" in features else None
     name = _architecture(subject.capability).name
-    settings: dict[str, Any] = {
-        "start": keys - tokens,
-        "mask": RawMask(True, 512 if "window" in features else -1, -1, documents),
-        "scale": 0.1,
-        "softcap": 30.0 if "softcap" in features else 0.0,
-        "sinks": sinks,
+    settings = RawSettings(
+        start=keys - tokens,
+        mask=RawMask(True, 512 if "window" in features else -1, -1, documents),
+        scale=0.1,
+        softcap=30.0 if "softcap" in features else 0.0,
+        sinks=sinks,
+        deterministic=subject.kind in ("deterministic", "few"),
+    )
+    options: dict[str, Any] = {
+        "settings": settings,
         "architecture": name,
         "processors": 132 if subject.kind in ("split", "few") else 1,
         "lengths": lengths,
         **tile,
     }
     if subject.kind in ("forward", "split"):
-        return plan_forward(q, k, v, out=dout, lse=lse, deterministic=False, **settings)
+        return plan_forward(q, k, v, out=dout, lse=lse, **options)
     return plan_backward(
         dout,
         q,
@@ -133,8 +138,7 @@ def launches_of(subject: Subject, **tile: Tile) -> list[Launch]:
         dk=torch.empty_like(k, dtype=torch.float32),
         dv=torch.empty_like(v, dtype=torch.float32),
         dsinks=None if sinks is None else torch.empty_like(sinks),
-        deterministic=subject.kind in ("deterministic", "few"),
-        **settings,
+        **options,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpkernels.mask import RawMask
+from tpkernels.backends import RawSettings
 from tpkernels.triton import backward, backward_queries, tiles
 from tpkernels.triton.launch import Launch
 from tpkernels.triton.problem import Bounds, Lengths, Problem, Scoring, grid_of, near, strides, strides_unit, tiles_of
@@ -30,12 +30,7 @@ def plan_backward(
     dk: Tensor,
     dv: Tensor,
     dsinks: Tensor | None,
-    start: int,
-    mask: RawMask,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None,
-    deterministic: bool,
+    settings: RawSettings,
     architecture: str,
     processors: int,
     lengths: Lengths | None = None,
@@ -43,8 +38,9 @@ def plan_backward(
     queries_tile: Tile | None = None,
 ) -> list[Launch]:
     """prepare; sink_gradient if wanted; attention_backward_keys; then dq: attention_backward_queries or round_rows."""
-    problem = Problem.of(q, k, v, start, lengths)
-    scoring = Scoring.of(scale, softcap)
+    mask, sinks, deterministic = settings.mask, settings.sinks, settings.deterministic
+    problem = Problem.of(q, k, v, settings.start, lengths)
+    scoring = Scoring.of(settings.scale, settings.softcap)
     bounds = Bounds.of(mask, start=problem.start, tokens=problem.tokens, keys=problem.keys, packed=lengths is not None)
     dim = max(problem.head_dim, problem.value_head_dim)
     tile = keys_tile or tiles.find(architecture, dim, q.element_size(), "keys")
@@ -138,7 +134,7 @@ def plan_backward(
         "BLOCK_V": block_v,
         "UNIT": unit,
         **bounds.constants,
-        "SOFTCAP": softcap != 0,
+        "SOFTCAP": settings.softcap != 0,
         "SIGN": scoring.sign,
     }
     key_tiles = tiles_of(problem.keys, tile.keys)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tpkernels.mask import RawMask
+from tpkernels.backends import RawSettings
 from tpkernels.triton import forward, tiles
 from tpkernels.triton.launch import Launch
 from tpkernels.triton.problem import Bounds, Lengths, Problem, Scoring, grid_of, strides, strides_unit, tiles_of
@@ -44,20 +44,16 @@ def plan_forward(
     *,
     out: Tensor,
     lse: Tensor,
-    start: int,
-    mask: RawMask,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None,
-    deterministic: bool,
+    settings: RawSettings,
     architecture: str,
     processors: int,
     lengths: Lengths | None = None,
     tile: Tile | None = None,
 ) -> list[Launch]:
     """attention_forward, and combine_splits when the keys are split (never with deterministic or packed sequences)."""
-    problem = Problem.of(q, k, v, start, lengths)
-    scoring = Scoring.of(scale, softcap)
+    mask, sinks, deterministic = settings.mask, settings.sinks, settings.deterministic
+    problem = Problem.of(q, k, v, settings.start, lengths)
+    scoring = Scoring.of(settings.scale, settings.softcap)
     bounds = Bounds.of(mask, start=problem.start, tokens=problem.tokens, keys=problem.keys, packed=lengths is not None)
     tile = tile or tiles.find(architecture, max(problem.head_dim, problem.value_head_dim), q.element_size(), "forward")
     row_tiles = tiles_of(problem.tokens * problem.group, tile.rows)
@@ -128,7 +124,7 @@ def plan_forward(
                 "HEAD_DIM": problem.head_dim,
                 "BLOCK_D": tiles.padded(problem.head_dim),
                 "BLOCK_N": tile.keys,
-                "SOFTCAP": softcap != 0,
+                "SOFTCAP": settings.softcap != 0,
                 "SIGN": scoring.sign,
                 "VARLEN": lengths is not None,
                 "SPLIT": splits > 1,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import triton
 
+from tpkernels.backends import RawSettings
 from tpkernels.mask import RawMask
 from tpkernels.triton import launch, tiles
 from tpkernels.triton.plan_backward import plan_backward
@@ -48,25 +49,20 @@ def milliseconds(kind: str, tile: Tile, options: argparse.Namespace, device: tor
     k, v = random(keys, options.kv_heads), random(keys, options.kv_heads)
     out, lse = torch.empty_like(q), torch.zeros(options.batch, options.heads, options.tokens, device=device)
     where, kernel = _KERNELS[kind]
-    settings: dict[str, Any] = {
-        "start": options.prefix,
-        "mask": RawMask(True, -1, -1, None),
-        "scale": options.head_dim**-0.5,
-        "softcap": 0.0,
-        "sinks": None,
+    deterministic = kind == "queries" or (kind == "keys" and options.deterministic)
+    mask = RawMask(True, -1, -1, None)
+    planned: dict[str, Any] = {
+        "settings": RawSettings(options.prefix, mask, options.head_dim**-0.5, deterministic=deterministic),
         "architecture": tiles.architecture(device),
         "processors": launch.processors_of(device),
         where: tile,
     }
     if kind == "forward":
-        launches = plan_forward(q, k, v, out=out, lse=lse, deterministic=False, **settings)
+        launches = plan_forward(q, k, v, out=out, lse=lse, **planned)
     else:
         sums = [torch.zeros(x.shape, dtype=torch.float32, device=device) for x in (k, v)]
         gradients: dict[str, Any] = {"dq": torch.empty_like(q), "dk": sums[0], "dv": sums[1], "dsinks": None}
-        deterministic = kind == "queries" or options.deterministic
-        launches = plan_backward(
-            dout, q, k, v, out, lse, deterministic=deterministic, **gradients, **settings
-        )  # fmt: skip
+        launches = plan_backward(dout, q, k, v, out, lse, **gradients, **planned)
     launch.run(launches, device)
     chosen = [item for item in launches if item.kernel.__name__ == kernel]
     return float(triton.testing.do_bench(lambda: launch.run(chosen, device), quantiles=[0.5]))

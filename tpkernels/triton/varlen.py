@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tpkernels.backends import RawSettings
 from tpkernels.mask import RawMask
 from tpkernels.triton import launch, tiles
 from tpkernels.triton.plan_backward import plan_backward
@@ -76,12 +77,7 @@ def varlen_forward(
             v[None],
             out=out[None],
             lse=lse[None],
-            start=0,
-            mask=mask,
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
-            deterministic=True,
+            settings=RawSettings(0, mask, scale, softcap, sinks, True),
             architecture=_architecture(q.device),
             processors=launch.processors_of(q.device),
             lengths=lengths,
@@ -123,12 +119,7 @@ def varlen_backward(
             dk=dk[None],
             dv=dv[None],
             dsinks=dsinks,
-            start=0,
-            mask=mask,
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
-            deterministic=deterministic,
+            settings=RawSettings(0, mask, scale, softcap, sinks, deterministic),
             architecture=_architecture(q.device),
             processors=launch.processors_of(q.device),
             lengths=lengths,

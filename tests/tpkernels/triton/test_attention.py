@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tpkernels import backends, invariance_unit, testing
-from tpkernels.backends import AttentionCall
+from tpkernels.backends import AttentionCall, RawSettings
 from tpkernels.mask import RawMask
 from tpkernels.testing import AttentionCase
 from tpkernels.triton import TritonBackend, tiles
@@ -92,8 +92,8 @@ def test_a_split_that_sees_nothing_and_rows_that_see_nothing(device):
     for sinks in (None, torch.full((1,), 0.5, device=device)):
         out, lse = torch.full_like(q, math.nan), torch.full((1, 1, 40), math.nan, device=device)
         launches = plan_forward(
-            q, k, v, out=out, lse=lse, start=-30, mask=RawMask(True, -1, -1, None), scale=0.25, softcap=0.0,
-            sinks=sinks, deterministic=False, architecture=tiles.architecture(torch.device(device)), processors=10**6,
+            q, k, v, out=out, lse=lse, settings=RawSettings(-30, RawMask(True, -1, -1, None), 0.25, sinks=sinks),
+            architecture=tiles.architecture(torch.device(device)), processors=10**6,
             tile=tiles.Tile(16, 16, 4, 1, "four key tiles, so that there may be a split"),
         )  # fmt: skip
         for item in launches:  # more splits than the heuristic would take: most of them see no key at all
@@ -188,7 +188,7 @@ def test_packed_sequences_equal_separate_ones(q_lengths, k_lengths, causal, dete
         if not (q_length and k_length):
             assert (grads.dk[keys] == 0).all() and (grads.dv[keys] == 0).all() and (grads.dq[rows] == 0).all()
             continue
-        alone = {"start": k_length - q_length, "softcap": 0.0, "deterministic": False, **settings}
+        alone = {"settings": RawSettings(start=k_length - q_length, **settings)}
         one = [x[None] for x in (q[rows], k[keys], v[keys])]
         one_out, one_lse = torch.empty_like(out[None, rows]), torch.empty_like(lse[None, :, rows])
         backend.forward(*one, out=one_out, lse=one_lse, **alone)

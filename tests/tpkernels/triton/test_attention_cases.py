@@ -106,22 +106,22 @@ def test_memory_behind_the_slice_never_leaks(deterministic, device):
 def test_accumulators_are_added_to_and_unseen_rows_keep_their_bits(device):
     """The gradient cache starts non-zero; keys before the window keep 0.1 to the bit, and NaN stays NaN."""
     from tpkernels import backends
+    from tpkernels.backends import RawSettings
     from tpkernels.mask import RawMask
 
     backend = backends.get("triton")
     q, dout = torch.randn(1, 20, 2, 16, device=device), torch.randn(1, 20, 2, 16, device=device)
     k, v = torch.randn(1, 150, 1, 16, device=device), torch.randn(1, 150, 1, 16, device=device)
-    settings = {"start": 130, "mask": RawMask(True, 10, -1, None), "scale": 0.25, "softcap": 0.0, "sinks": None}
+    settings = RawSettings(130, RawMask(True, 10, -1, None), 0.25, deterministic=True)
     out, lse = torch.empty_like(q), torch.empty(1, 2, 20, device=device)
-    backend.forward(q, k, v, out=out, lse=lse, deterministic=True, **settings)
+    backend.forward(q, k, v, out=out, lse=lse, settings=settings)
     results = []
     for fill in (0.0, 0.1, math.nan):
         store = torch.full((3, 160, 18), fill, device=device)  # the views take a part of it
         dk = store.transpose(0, 1)[None, 5:155, 1:2, 1:17]
         dv, dq = torch.full_like(v, fill), torch.empty_like(q)
-        backend.backward(
-            dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, dsinks=None, deterministic=fill != 0.1, **settings
-        )
+        settings = settings._replace(deterministic=fill != 0.1)
+        backend.backward(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, dsinks=None, settings=settings)
         results.append((dk.clone(), dv))
         dk.fill_(fill)
         assert torch.equal(store.nan_to_num(7.0), torch.full_like(store, fill).nan_to_num(7.0))
@@ -173,17 +173,17 @@ def meta(*shape):
 )
 def test_grids_have_one_dimension_that_holds_everything(batch, tokens, heads, dim, device):
     """FA PR #2260, #1311, #2611: batch times heads beyond 65535, what a grid's y and z hold. Planned, not run."""
+    from tpkernels.backends import RawSettings
     from tpkernels.mask import RawMask
     from tpkernels.triton.plan_backward import plan_backward
     from tpkernels.triton.plan_forward import plan_forward
 
     x, lse = meta(batch, tokens, heads, dim), torch.empty(batch, heads, tokens, device="meta")
-    settings = {"start": 0, "mask": RawMask(True, -1, -1, None), "scale": 1.0, "softcap": 0.0, "sinks": None}
+    settings = RawSettings(0, RawMask(True, -1, -1, None), 1.0)
     sums = torch.empty(x.shape, device="meta")
-    plans = plan_forward(x, x, x, out=x, lse=lse, deterministic=False, architecture="sm90", processors=132, **settings)
+    plans = plan_forward(x, x, x, out=x, lse=lse, settings=settings, architecture="sm90", processors=132)
     plans += plan_backward(
-        x, x, x, x, x, lse, dq=x, dk=sums, dv=sums, dsinks=None, deterministic=False, architecture="sm90",
-        processors=132, **settings,
+        x, x, x, x, x, lse, dq=x, dk=sums, dv=sums, dsinks=None, settings=settings, architecture="sm90", processors=132,
     )  # fmt: skip
     for item in plans:
         rows = item.constants.get("BLOCK_N" if item.kernel.__name__.endswith("keys") else "BLOCK_M")
@@ -191,14 +191,14 @@ def test_grids_have_one_dimension_that_holds_everything(batch, tokens, heads, di
     with pytest.raises(ValueError, match=r"needs \d+ programs, more than a grid's 2147483647; split the batch"):
         huge = meta(2**28, 2, 8, 64)
         plan_forward(
-            huge, huge, huge, out=huge, lse=torch.empty(2**28, 8, 2, device="meta"), deterministic=False,
-            architecture="sm90", processors=132, **settings,
+            huge, huge, huge, out=huge, lse=torch.empty(2**28, 8, 2, device="meta"), settings=settings,
+            architecture="sm90", processors=132,
         )  # fmt: skip
     with pytest.raises(ValueError, match="exceed 1073741824; use fewer tokens a call"):
         long = meta(1, 2**27 + 1, 16, 64)
         plan_forward(
             long, long[:, :, :1], long[:, :, :1], out=long, lse=torch.empty(1, 16, 2**27 + 1, device="meta"),
-            deterministic=False, architecture="sm90", processors=132, **settings,
+            settings=settings, architecture="sm90", processors=132,
         )  # fmt: skip
 
 
