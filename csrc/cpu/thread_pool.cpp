@@ -54,6 +54,20 @@ struct Slot {
   }
 };
 
+// Results below 2^-126 become 0 while it lives, on this thread. Probabilities of keys far below the maximum fall there, and each such
+// number costs a product some hundred cycles: a model's step took half as long again while its attention was peaked.
+class FlushSmallResults {
+#if defined(__x86_64__)
+ public:
+  FlushSmallResults() { __builtin_ia32_ldmxcsr(before_ | 1u << 15); }
+  ~FlushSmallResults() { __builtin_ia32_ldmxcsr(before_); }
+  FlushSmallResults(const FlushSmallResults&) = delete;
+
+ private:
+  const uint32_t before_ = __builtin_ia32_stmxcsr();
+#endif
+};
+
 } // namespace
 
 struct ThreadPool::State {
@@ -70,6 +84,7 @@ struct ThreadPool::State {
   std::exception_ptr error;
 
   void work(int64_t worker) {
+    [[maybe_unused]] const FlushSmallResults flush;
     try {
       for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) (*body)(worker, task);
     } catch (...) {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from tpkernels import _core, testing
+from tpkernels import Mask, _core, prefix_attention, testing
 from tpkernels.cpu import CpuBackend
 from tpkernels.testing import CASES, AttentionCase
 
@@ -48,6 +50,15 @@ def test_every_level_is_slice_invariant(dtype, level):
     cut = testing.run(inputs, backend="cpu", deterministic=True, slices=[32, 128, 96, 160, 5])
     for name, value in whole.items():
         assert torch.equal(value, dict(cut.items())[name]), name
+
+
+@pytest.mark.parametrize("level", LEVELS, indirect=True)
+def test_probabilities_too_small_to_be_normal_count_as_zero(level):
+    """2^-130 of the second key times its value of 1e38 would be 7e-2; such numbers slow products down by a hundred."""
+    q, k = torch.ones(1, 1, 1, 1), torch.tensor([0.0, -130 * math.log(2.0)]).view(1, 2, 1, 1)
+    v = torch.tensor([1.0, 1e38]).view(1, 2, 1, 1)
+    assert prefix_attention(q, k, v, scale=1.0, mask=Mask(causal=False), backend="cpu").item() == 1.0
+    assert (torch.tensor([1e-39]) * 0.5).item() > 0  # the caller's arithmetic is as before
 
 
 @pytest.mark.parametrize("wrong", ["avx", "AVX512", "neon", "amx"])
