@@ -11,6 +11,7 @@ next slice has written to them; the ops' own checks of positions and generations
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -80,30 +81,76 @@ class _PrefixAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
-        if ctx.cached:
-            q, out, lse, sinks, document_starts = ctx.saved_tensors
-            k, v = ctx.k, ctx.v
-        else:
-            q, out, lse, sinks, document_starts, k, v = ctx.saved_tensors
-        sums = (ctx.dk, ctx.dv, ctx.state)
-        if ctx.owner is not None:
-            accumulator = ctx.owner.require_accumulator()
-            sums = (accumulator.dk, accumulator.dv, accumulator.state)
-        where = (ctx.record, sinks, document_starts, ctx.position, ctx.progress)
-        gradients = backward_op(dout, q, k, v, out, lse, *where, *sums, *ctx.settings)
-        needs = ctx.needs_input_grad
-        wanted = [gradient if needed else None for gradient, needed in zip(gradients, needs[:4], strict=True)]
-        return (*wanted, *[None] * (len(needs) - 4))
+        return _gradients(ctx, dout, backward_op)
+
+
+def _gradients(ctx: Any, dout: Tensor, op: Callable[..., Any]) -> tuple[Tensor | None, ...]:
+    """Of every input of the Function; `op` is the raw backward op, or what stands for it."""
+    if ctx.cached:
+        q, out, lse, sinks, document_starts = ctx.saved_tensors
+        k, v = ctx.k, ctx.v
+    else:
+        q, out, lse, sinks, document_starts, k, v = ctx.saved_tensors
+    sums = (ctx.dk, ctx.dv, ctx.state)
+    if ctx.owner is not None:
+        accumulator = ctx.owner.require_accumulator()
+        sums = (accumulator.dk, accumulator.dv, accumulator.state)
+    where = (ctx.record, sinks, document_starts, ctx.position, ctx.progress)
+    gradients = op(dout, q, k, v, out, lse, *where, *sums, *ctx.settings)
+    needs = ctx.needs_input_grad
+    wanted = [gradient if needed else None for gradient, needed in zip(gradients, needs[:4], strict=True)]
+    return (*wanted, *[None] * (len(needs) - 4))
+
+
+class _Transformed(_PrefixAttention):
+    """_PrefixAttention where torch.func transforms look on. What cannot be had is refused by name."""
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
+        # With create_graph, torch.func (whose tensors are wrapped; apply unwraps them) and batched gradients.
+        watched = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
+        try:
+            return _gradients(ctx, dout, _Gradient.apply if watched else backward_op)
+        except RuntimeError:
+            if "Batched" in str(torch._C._dispatch_keys(dout)):  # is_grads_batched: nothing else shows it
+                _Transformed.vmap(None, None)
+            raise
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         raise NotImplementedError(
-            "prefix_attention does not run under torch.vmap: it writes its cache in place; use the batch dimension"
+            "prefix_attention does not run under torch.vmap (nor jacrev, nor batched gradients): it writes its cache "
+            "in place; use the batch dimension"
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(
+            "prefix_attention has no forward-mode derivative (jvp, jacfwd, hessian); use backward(), torch.func.grad "
+            "or torch.func.vjp"
         )
 
 
-class _EagerPrefixAttention(torch.autograd.Function):
-    """_PrefixAttention without setup_context, whose binding of arguments by signature takes 0.1 ms a call."""
+class _Gradient(torch.autograd.Function):
+    """The raw backward op as something that autograd sees, and that has no derivative."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return backward_op(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError("prefix_attention has first derivatives only: its gradient cannot be differentiated")
+
+    vmap, jvp = staticmethod(_Transformed.vmap), staticmethod(_Transformed.jvp)
+
+
+class _Eager(torch.autograd.Function):
+    """_Transformed without setup_context, whose binding of arguments by signature takes 0.1 ms a call."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,7 +158,7 @@ class _EagerPrefixAttention(torch.autograd.Function):
         _PrefixAttention.setup_context(ctx, inputs, output)
         return output
 
-    backward = staticmethod(_PrefixAttention.backward)
+    backward, jvp = staticmethod(_Transformed.backward), staticmethod(_Transformed.jvp)
 
 
 @overload
@@ -230,8 +277,15 @@ def prefix_attention(
         places = (tensors.k, tensors.v, tensors.position, tensors.progress)
         out, lse, _ = forward_op(q, k, v, sinks, mask.document_starts, *places, start, *settings)
     else:
-        traced = compiling or torch._C._are_functorch_transforms_active()
-        function = _PrefixAttention if traced else _EagerPrefixAttention
+        function: type[torch.autograd.Function] = _PrefixAttention
+        if not compiling:
+            transformed = torch._C._are_functorch_transforms_active()
+            function = _Transformed if transformed else _Eager
+            if transformed and cache is not None:
+                raise NotImplementedError(
+                    "prefix_attention runs with a cache neither under torch.func's grad and vjp nor under torch.vmap, "
+                    "which cannot follow writes to the cache; use backward(), and the batch dimension"
+                )
         out, lse, _ = function.apply(q, k, v, sinks, mask.document_starts, owner, start, *tensors, *settings)
     return (out, lse) if return_lse else out
 

@@ -48,6 +48,11 @@ def interval_attention(
     Raises ValueError for what does not fit, and, when it runs, for intervals outside the keys or marked
     NOT_AN_INTERVAL, and for running totals (on the CPU) that fall or exceed the tokens or the bounds.
     """
+    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "tpkernels' attention over masks and packed sequences runs neither under torch.func's grad, vjp and jvp "
+            "nor under torch.vmap; use backward(), and the batch dimension"
+        )
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k, v, None)
     _check_shapes(q, k, v, None, sinks, CAUSAL, scale, softcap)
@@ -252,6 +257,8 @@ def _gradients(ctx: Any, dout: Tensor, *_: Any) -> Any:
 torch.library.register_autograd(_NAME, _gradients, setup_context=_setup_context)
 
 
-@torch.library.register_vmap(_NAME)
-def _(info: Any, in_dims: Any, *args: Any) -> Any:
-    raise NotImplementedError("tpkernels' attention does not run under torch.vmap; use the batch dimension")
+def _no_second_derivative(ctx: Any, *_: Any) -> Any:
+    raise NotImplementedError("tpkernels' attention has first derivatives only: its gradient cannot be differentiated")
+
+
+torch.library.register_autograd(f"{_NAME}_backward", _no_second_derivative)

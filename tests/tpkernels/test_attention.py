@@ -196,10 +196,57 @@ def test_no_grad_and_inference_mode(backend):
     assert cache.accumulator is None
 
 
-def test_vmap_is_refused_clearly(backend):
-    q = torch.randn(3, 1, 6, 2, 8)
-    with pytest.raises(NotImplementedError, match=r"does not run under torch.vmap.*use the batch dimension"):
-        torch.vmap(lambda x: prefix_attention(x, x, x, backend=backend))(q)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_functional_gradients_are_those_of_backward(backend, sinks):
+    q, k, v = torch.randn(2, 7, 4, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 8)
+    inputs = (q, k, v, torch.randn(4)) if sinks else (q, k, v)
+
+    def loss(q, k, v, sinks=None):
+        return prefix_attention(q, k, v, sinks=sinks, backend=backend).square().sum()
+
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    loss(*leaves).backward()
+    everything = tuple(range(len(inputs)))
+    for found in (torch.func.grad(loss, everything)(*inputs), torch.func.vjp(loss, *inputs)[1](torch.tensor(1.0))):
+        for gradient, leaf in zip(found, leaves, strict=True):
+            assert torch.equal(gradient, leaf.grad)
+
+
+def _transformations(backend):
+    """What cannot be had, as (a call of it, what it says)."""
+    q = torch.randn(1, 6, 2, 8)
+    leaf = q.clone().requires_grad_()
+
+    def attend(x):
+        return prefix_attention(x, x, x, backend=backend)
+
+    def attend_with_cache(x):
+        return prefix_attention(x, x, x, cache, backend=backend).sum()
+
+    cache = PrefixCache(1, 6, 2, 8)
+    once = torch.autograd.grad(attend(leaf).sum(), leaf, create_graph=True)[0]
+    batched = torch.randn(3, *q.shape)
+    vmap, forward = "does not run under torch.vmap.*use the batch dimension", "no forward-mode derivative.*use backward"
+    return {
+        "vmap": (lambda: torch.vmap(attend)(q[None]), vmap),
+        "jacrev": (lambda: torch.func.jacrev(attend)(q), vmap),
+        "batched gradients": (lambda: torch.autograd.grad(attend(leaf), leaf, batched, is_grads_batched=True), vmap),
+        "jvp": (lambda: torch.func.jvp(attend, (q,), (q,)), forward),
+        "dual numbers": (lambda: torch.autograd.functional.jvp(attend, q, q, strict=True), "first derivatives only"),
+        "twice": (lambda: once.sum().backward(), "first derivatives only"),
+        "twice, torch.func": (
+            lambda: torch.func.grad(lambda x: torch.func.grad(lambda y: attend(y).sum())(x).sum())(q),
+            "first derivatives only",
+        ),
+        "cache": (lambda: torch.func.grad(attend_with_cache)(q), "with a cache neither under torch.func.*use backward"),
+    }
+
+
+@pytest.mark.parametrize("name", [*_transformations(None)])
+def test_derivatives_that_do_not_exist_are_refused_clearly(backend, name):
+    call, message = _transformations(backend)[name]
+    with pytest.raises(NotImplementedError, match=message):
+        call()
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------

@@ -676,5 +676,26 @@ def test_a_refused_call_leaves_the_cache_alone(backend):
 
 @pytest.mark.parametrize("call", CALLS)
 def test_vmap_is_refused_clearly(call):
-    with pytest.raises(NotImplementedError, match="use the batch dimension"):
+    with pytest.raises(NotImplementedError, match=r"use.*the batch dimension"):
         torch.vmap(call)(*(x.detach()[None] for x in leaves(*SHAPES)))
+
+
+@pytest.mark.parametrize("transform", ["grad", "jvp", "twice"])
+def test_derivatives_of_masked_attention_that_do_not_exist_are_refused_clearly(transform):
+    q = torch.randn(2, 4, 5, 8)
+    mask = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
+    mask[0, :, :, 0] = False
+
+    def attend(q):
+        return scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    with pytest.raises(
+        NotImplementedError, match=r"use backward\(\)" if transform != "twice" else "first derivatives only"
+    ):
+        if transform == "grad":
+            torch.func.grad(lambda q: attend(q).sum())(q)
+        elif transform == "jvp":
+            torch.func.jvp(attend, (q,), (q,))
+        else:
+            leaf = q.requires_grad_()
+            torch.autograd.grad(attend(leaf).sum(), leaf, create_graph=True)[0].sum().backward()
