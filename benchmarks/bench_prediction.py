@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 MODULE = "benchmarks.bench_prediction"
-WAKE_S = 2e-4  # more, and stages that spin take the cores from those that should wake up
 REPEATS = 4  # of a turn that others disturbed
 
 
@@ -150,8 +149,8 @@ def _real(case: Case) -> list[Row]:
     from terapipe.engine import Pipeline
     from terapipe.models import layers, tied_parameters
     from terapipe.models.presets import gpt, llama
+    from terapipe.profile import Grid, Profiler
     from terapipe.train.data import Synthetic
-    from terapipe.train.profile import Grid, Profiler
 
     sizes = {"hidden": case.hidden, "layers": case.layers, "heads": case.heads, "vocab": case.vocab}
     if case.family == "gpt":
@@ -188,7 +187,7 @@ def _sleep(case: Case) -> list[Row]:
     from terapipe.models.presets import gpt
     from terapipe.planner.analytic import analytic_costs
     from terapipe.planner.hardware import HARDWARE
-    from terapipe.train.profile import measure_host
+    from terapipe.profile import measure_host
 
     model = gpt(hidden=1024, layers=case.ranks * 2 - 2, heads=16, vocab=1000, max_tokens=case.tokens)
     model = dataclasses.replace(model, tied_embeddings=False)
@@ -265,12 +264,8 @@ def _wake_in_time() -> None:
 
 
 def _sleep_until(deadline: float) -> None:
-    """Sleep, and spin the last stretch: a sleeper wakes up late."""
-    left = deadline - time.perf_counter()
-    if left > WAKE_S:
-        time.sleep(left - WAKE_S)
-    while time.perf_counter() < deadline:
-        pass
+    """No spinning, which would take the cores from stages that should wake up; being late is in the overheads."""
+    time.sleep(max(0.0, deadline - time.perf_counter()))
 
 
 def _plans(case: Case, costs: CostModel) -> dict[str, Plan]:

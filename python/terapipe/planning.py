@@ -180,7 +180,7 @@ def profile(arguments: Sequence[str]) -> int:
             f"must be at least 1, 1 and 2."
         )
     from terapipe.engine import launch
-    from terapipe.train.profile import Profiler
+    from terapipe.profile import Profiler
 
     if "RANK" not in os.environ and command.local_ranks > 1:
         return launch.run_local(command.local_ranks, ["profile", *arguments], threads=command.threads_per_rank)

@@ -75,13 +75,18 @@ def from_json(text: str) -> CostModel:
         return CostModel(
             **{name: fields[name] for name in PLAIN},
             model=ModelConfig(**fields["model"]),
-            overheads=Overheads(**fields["overheads"]),
+            overheads=_overheads(fields["overheads"]),
             links={kind: LinkModel(**link) for kind, link in _mapping("links", fields["links"]).items()},
             notes=fields["notes"],
             layers=layers,
         )
     except TypeError as error:
         raise ValueError(f"a field of the costs has the wrong name or type: {error}") from None
+
+
+def _overheads(fields: Any) -> Overheads:
+    values = dict(_mapping("overheads", fields))
+    return Overheads(**values | {"asleep": tuple(map(tuple, values.get("asleep", ())))})
 
 
 def _layer_fields(layer: LayerCosts) -> dict[str, Any]:

@@ -208,6 +208,9 @@ class Overheads:
     action_s: of every action (the interpreter). step_s: of a step. The others for each parameter of a rank: norm_s of
     the gradient's norm, update_s of the optimizer's update; first_forward_s and first_backward_s of a stage's first
     forward and backward of a step (it has waited, its weights left the cache, its gradients are made, not added to).
+
+    asleep: where stages sleep instead of working, what takes the place of action_s, as (seconds since the rank last did
+    anything, seconds of the action): the longer a process sleeps, the less of it is left in the caches.
     """
 
     action_s: float = 0.0
@@ -216,10 +219,24 @@ class Overheads:
     update_s: float = 0.0
     first_forward_s: float = 0.0
     first_backward_s: float = 0.0
+    asleep: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            _require_time(f"overhead {name}", value)
+            if name != "asleep":
+                _require_time(f"overhead {name}", value)
+        for pair in self.asleep:
+            if len(pair) != 2:
+                raise ValueError(f"overhead asleep needs pairs of seconds slept and seconds of an action, got {pair}.")
+            _require_time("the sleep of overhead asleep", pair[0])
+            _require_time(f"overhead asleep behind {pair[0]} s", pair[1])
+        if any(a[0] >= b[0] for a, b in itertools.pairwise(self.asleep)):
+            raise ValueError(f"the sleeps of overhead asleep must ascend, got {[pair[0] for pair in self.asleep]}.")
+
+    def woken_action_s(self, slept_s: float) -> float:
+        """Of an action whose rank did nothing for so long: straight between what is known, constant beyond."""
+        slept, seconds = zip(*self.asleep, strict=True)
+        return _between(slept, seconds, *_bracket(slept, slept_s), min(max(slept_s, slept[0]), slept[-1]))
 
 
 @dataclass(frozen=True)
@@ -397,13 +414,13 @@ def parameter_bytes(dtype: str, replicas: int = 1) -> float:
     return weight + 4 + (8 + (4 if weight < 4 else 0)) / replicas
 
 
-def _bracket(axis: Sequence[int], at: int) -> tuple[int, int]:
+def _bracket(axis: Sequence[float], at: float) -> tuple[int, int]:
     """The two indices between which `at` lies (the outermost two beyond the ends; one twice if there is only one)."""
     high = min(max(1, bisect.bisect_left(axis, at)), len(axis) - 1)
     return max(0, high - 1), high
 
 
-def _between(axis: Sequence[int], values: Sequence[float], low: int, high: int, at: int) -> float:
+def _between(axis: Sequence[float], values: Sequence[float], low: int, high: int, at: float) -> float:
     if low == high:
         return values[low]
     return values[low] + (values[high] - values[low]) * (at - axis[low]) / (axis[high] - axis[low])

@@ -15,9 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from terapipe.planner.analytic import model_flops
-from terapipe.planner.costs import CostModel, StageCosts
+from terapipe.planner.costs import CostModel, Overheads, StageCosts
 from terapipe.planner.hardware import HARDWARE
 from terapipe.schedule import Bubble, Link, LinkCost, Plan, Simulation, simulate
+
+WAKE_ROUNDS = 3  # of which the last changes steps by less than a thousandth
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ def predict(plan: Plan, costs: CostModel, layout: Layout | None = None) -> Predi
     stages = [costs.stage(first, last) for first, last in plan.stages]
     times = action_times(plan, costs, stages, layout)
     simulation = simulate(plan.schedule, times.of(plan), links=times.links)
+    if costs.overheads.asleep:
+        simulation = _woken(plan, costs.overheads, times, simulation)
     step_s = simulation.makespan + beside(costs, stages, plan.ranks, layout)
     flops = model_flops(costs.model, tokens=plan.tokens, sequences=plan.micros * plan.micro_size * layout.data)
     peak = HARDWARE[costs.hardware].peak_flops if costs.hardware in HARDWARE else None
@@ -127,6 +131,22 @@ def action_times(plan: Plan, costs: CostModel, stages: list[StageCosts], layout:
         },
         _links(plan, costs, layout),
     )
+
+
+def _woken(plan: Plan, overheads: Overheads, times: ActionTimes, simulation: Simulation) -> Simulation:
+    """Again, with overheads by how long each rank slept before an action and in it, which depends on the simulation."""
+    asleep_s = [seconds - overheads.action_s for seconds in times.of(plan)]
+    for _ in range(WAKE_ROUNDS):
+        seconds: list[float] = []
+        for order in plan.schedule.orders:
+            ended = 0.0
+            for action in order:
+                own_s = asleep_s[len(seconds)]
+                waited_s = simulation.start[action] - ended
+                ended = simulation.end[action]
+                seconds.append(own_s + overheads.woken_action_s(waited_s + own_s))
+        simulation = simulate(plan.schedule, seconds, links=times.links)
+    return simulation
 
 
 def _links(plan: Plan, costs: CostModel, layout: Layout) -> dict[Link, LinkCost]:

@@ -61,7 +61,7 @@ def describe_costs(costs: CostModel) -> str:
         for kind, link in costs.links.items()
     ]
     overheads = costs.overheads
-    for_parameters = sum(v for name, v in vars(overheads).items() if name not in ("action_s", "step_s"))
+    for_parameters = sum(v for name, v in vars(overheads).items() if name not in ("action_s", "step_s", "asleep"))
     notes = [f"{name}: {value}" for name, value in costs.notes.items()]
     return "\n".join(
         [

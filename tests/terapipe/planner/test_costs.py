@@ -11,7 +11,7 @@ import pytest
 from terapipe.models.presets import PRESETS
 from terapipe.planner import cost_file
 from terapipe.planner.analytic import analytic_costs, matmul_weights, model_flops
-from terapipe.planner.costs import CurveCost, GridCost, parameter_bytes
+from terapipe.planner.costs import CurveCost, GridCost, Overheads, parameter_bytes
 from terapipe.planner.fit import Context, Point
 from terapipe.planner.hardware import HARDWARE, Value, hardware
 from terapipe.planner.slicing import SliceCosts, cost_table
@@ -137,7 +137,7 @@ def test_flops_of_a_model():
 
 
 def test_a_file_gives_the_same_costs_and_text(tmp_path):
-    model = costs()
+    model = dataclasses.replace(costs(), overheads=Overheads(action_s=1e-4, asleep=((1e-3, 2e-4), (1e-2, 1e-3))))
     path = tmp_path / "costs.json"
     path.write_text(cost_file.to_json(model))
     again = cost_file.load(path)
@@ -160,6 +160,8 @@ def test_a_file_gives_the_same_costs_and_text(tmp_path):
         (lambda f: f["layers"]["block"]["forward"]["1"]["seconds"].pop(), "give the missing ones"),
         (lambda f: f["layers"]["block"]["forward"].__setitem__("none", {}), "micro size"),
         (lambda f: f["links"]["intra"].update(bytes_per_s=0), "bytes_per_s of a link"),
+        (lambda f: f["overheads"].update(asleep=[[0.1]]), "pairs of seconds slept"),
+        (lambda f: f["overheads"].update(asleep=[[0.1, 1e-3], [0.1, 2e-3]]), "must ascend"),
         (lambda f: f["model"].update(hidden=-1), "hidden"),
         (lambda f: f.update(source="guess"), "measured, analytic, table"),
     ],

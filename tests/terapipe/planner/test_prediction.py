@@ -49,6 +49,21 @@ def test_two_ranks_without_slices_work_one_after_the_other():
     assert predict(plan, model).makespan_s == pytest.approx(work + hops)
 
 
+def test_stages_that_sleep_wake_up_the_later_the_longer_they_slept():
+    asleep = ((1e-3, 1e-4), (1.001, 0.1001))  # a tenth of what was slept
+    sleepy = Overheads(action_s=1e-4, asleep=asleep)
+    model, plan = costs(overheads=sleepy), make_plan(layers=6, ranks=2, slices=1, tokens=512)
+    first, last = (model.stage(*stage) for stage in plan.stages)
+    hop = 1e-3 + 512 * 128 * 4 / 1e8
+    there = 1.1 * first.forward(1, 512, 0)
+    turned = there + hop + last.forward(1, 512, 0) + 0.1 * (there + hop + last.forward(1, 512, 0))
+    turned += 1.1 * last.backward(1, 512, 0)
+    back = turned + hop + first.backward(1, 512, 0) + 0.1 * (turned + hop - there + first.backward(1, 512, 0))
+    assert predict(plan, model).makespan_s == pytest.approx(back, rel=1e-4)
+    for slept, seconds in ((0.0, 1e-4), (0.501, 0.0501), (9.0, 0.1001)):
+        assert sleepy.woken_action_s(slept) == pytest.approx(seconds)
+
+
 def test_recomputation_runs_every_forward_twice_and_keeps_inputs_alone():
     model, plan = costs(), make_plan(layers=6, ranks=1, slices=4, tokens=512)
     plain, again = predict(plan, model), predict(plan, model, Layout(recompute=True))
