@@ -24,6 +24,7 @@ from tpkernels import _core, testing
 from tpkernels.backends import AttentionCall, RawSettings
 from tpkernels.cpu import CpuBackend
 from tpkernels.mask import RawMask
+from tpkernels.prefix_cache import PrefixCache
 
 MATMUL = 1024
 
@@ -182,21 +183,28 @@ def _same_shape(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor)
 def _ours(
     shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor
 ) -> dict[str, Callable[[], object]]:
-    """Whole kernel calls, packing and the addition into fp32 accumulators included."""
+    """Whole kernel calls on a prefix cache, packing and the addition into its fp32 accumulators included."""
     backend = CpuBackend()
     call = AttentionCall("cpu", q.dtype, shape.query_heads, shape.kv_heads, shape.head_dim, shape.head_dim)
     assert backend.unusable() is None and backend.refuses(call) is None
     out, dq = torch.empty_like(q), torch.empty_like(q)
     lse = torch.empty(1, shape.query_heads, shape.tokens)
-    dk, dv = torch.zeros(k.shape), torch.zeros(v.shape)
+    cache = PrefixCache(1, shape.keys, shape.kv_heads, shape.head_dim, dtype=q.dtype)
+    sums = cache.require_accumulator()
+    cache.k.copy_(k)
+    cache.v.copy_(v)
+    sums.dk.zero_()
+    sums.dv.zero_()
     mask = RawMask(True, -1, -1, None)
     settings = RawSettings(shape.prefix, mask, shape.head_dim**-0.5, deterministic=True)
 
     def forward() -> None:
-        backend.forward(q, k, v, out=out, lse=lse, settings=settings)
+        backend.forward(q, cache.k, cache.v, out=out, lse=lse, settings=settings)
 
     def backward() -> None:
-        backend.backward(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, dsinks=None, settings=settings)
+        backend.backward(
+            dout, q, cache.k, cache.v, out, lse, dq=dq, dk=sums.dk, dv=sums.dv, dsinks=None, settings=settings
+        )
 
     return {"forward": forward, "backward": backward}
 
