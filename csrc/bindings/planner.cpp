@@ -8,6 +8,7 @@
 #include <string>
 
 #include "planner/cost_table.h"
+#include "planner/orders.h"
 #include "planner/simulator.h"
 #include "planner/slicing.h"
 #include "planner/slots.h"
@@ -201,6 +202,8 @@ void bind_simulator(py::module_& m) {
       .def_readonly("slot", &planner::SlotColours::slot)
       .def_readonly("counts", &planner::SlotColours::counts);
   m.def("sound", &planner::sound, py::arg("schedule"), py::call_guard<py::gil_scoped_release>());
+  m.def("linear_order", &planner::linear_order, py::arg("schedule"), py::kw_only(), py::arg("by_ticks"),
+        py::call_guard<py::gil_scoped_release>());
   m.def("finished_before_puts", &planner::finished_before_puts, py::arg("schedule"), py::call_guard<py::gil_scoped_release>());
   m.def("colour_slots", &planner::colour_slots, py::arg("schedule"), py::arg("finished"), py::kw_only(), py::arg("resident"),
         py::arg("at_most"), py::call_guard<py::gil_scoped_release>());

@@ -8,6 +8,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "planner/orders.h"
+
 namespace terapipe::planner {
 
 namespace {
@@ -69,42 +71,21 @@ bool sound(const FlatSchedule& schedule) {
 
 std::vector<int32_t> finished_before_puts(const FlatSchedule& schedule) {
   const size_t count = size_t(schedule.size()), ranks = size_t(schedule.ranks());
-  std::vector<int32_t> clocks(count * ranks),
-      finished(count); // clocks: for each rank, how many of its actions have ended once this one has
-  std::vector<char> done(count);
-  std::vector<int32_t> position(ranks), agenda(ranks), waiting(count, kNone), next_waiting(ranks, kNone);
-  for (size_t rank = 0; rank < ranks; ++rank) position[rank] = schedule.first(int32_t(rank)), agenda[rank] = int32_t(rank);
-  size_t ended = 0;
-  while (!agenda.empty()) {
-    const int32_t rank = agenda.back();
-    agenda.pop_back();
-    int32_t& i = position[size_t(rank)];
-    for (; i < schedule.first(rank + 1); ++i) {
-      const int32_t needs[] = {schedule.own_need(i), schedule.other_need(i), i > schedule.first(rank) ? i - 1 : kNone};
-      int32_t open = kNone;
-      for (const int32_t need : needs)
-        if (need != kNone && (need == FlatSchedule::missing || !done[size_t(need)])) open = need;
-      if (open == FlatSchedule::missing) break; // for ever
-      if (open != kNone) {
-        next_waiting[size_t(rank)] = waiting[size_t(open)];
-        waiting[size_t(open)] = rank;
-        break;
-      }
-      int32_t* clock = clocks.data() + size_t(i) * ranks;
-      for (const int32_t need : needs) {
-        if (need == kNone) continue;
-        const int32_t* other = clocks.data() + size_t(need) * ranks;
-        for (size_t r = 0; r < ranks; ++r) clock[r] = std::max(clock[r], other[r]);
-      }
-      const int32_t link = schedule.link_of()[size_t(i)];
-      if (link != kNone) finished[size_t(i)] = clock[size_t(schedule.links()[size_t(link)].destination_rank)];
-      clock[size_t(rank)] = i - schedule.first(rank) + 1;
-      done[size_t(i)] = 1;
-      ++ended;
-      for (int32_t waiter = waiting[size_t(i)]; waiter != kNone; waiter = next_waiting[size_t(waiter)]) agenda.push_back(waiter);
+  std::vector<int32_t> clocks(count * ranks), finished(count); // clocks: of each rank, how many actions have ended once this one has
+  const std::vector<int32_t> order = linear_order(schedule, false);
+  if (order.size() != count) return {};
+  for (const int32_t i : order) {
+    const int32_t rank = schedule.rank_of(i), first = schedule.first(rank);
+    int32_t* clock = clocks.data() + size_t(i) * ranks;
+    for (const int32_t need : {schedule.own_need(i), schedule.other_need(i), i > first ? i - 1 : kNone}) {
+      if (need == kNone) continue;
+      const int32_t* other = clocks.data() + size_t(need) * ranks;
+      for (size_t r = 0; r < ranks; ++r) clock[r] = std::max(clock[r], other[r]);
     }
+    const int32_t link = schedule.link_of()[size_t(i)];
+    if (link != kNone) finished[size_t(i)] = clock[size_t(schedule.links()[size_t(link)].destination_rank)];
+    clock[size_t(rank)] = i - first + 1;
   }
-  if (ended != count) finished.clear();
   return finished;
 }
 

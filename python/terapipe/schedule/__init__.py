@@ -13,10 +13,11 @@ from terapipe.schedule.generators import (
     seq_zero_bubble,
     terapipe,
 )
+from terapipe.schedule.orders import clock_order, demand_order
 from terapipe.schedule.plan import Plan, equal_slices, make_plan, split_layers
 from terapipe.schedule.schedule import Schedule
 from terapipe.schedule.simulate import Bubble, Simulation, simulate
-from terapipe.schedule.slots import SlotAssignment, assign_slots, clock_order, demand_order, rendezvous, ring_slots
+from terapipe.schedule.slots import SlotAssignment, assign_slots, rendezvous, ring_slots
 from terapipe.schedule.trace import TraceEvent, trace
 from terapipe.schedule.transfers import (
     Link,

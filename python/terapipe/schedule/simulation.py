@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol
 
 from terapipe.schedule.action import FORWARD, Action
 from terapipe.schedule.costs import Seconds
+from terapipe.schedule.orders import clock_order
 from terapipe.schedule.schedule import Schedule
-from terapipe.schedule.slots import clock_order
 from terapipe.schedule.transfers import Transfer, sent_by
 
 

@@ -13,13 +13,13 @@ other), so an action's output never lands in a slot that the same action frees.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from terapipe.schedule.action import WEIGHT_GRAD, Action
+from terapipe.schedule.action import Action
 from terapipe.schedule.flat import Flat, core, flat_schedule
-from terapipe.schedule.grid import schedule_error
+from terapipe.schedule.orders import clock_order, linear_order_reference
 from terapipe.schedule.schedule import Schedule
 from terapipe.schedule.transfers import (
     Link,
@@ -179,53 +179,11 @@ def _by_link(flat: Flat, transfers: Sequence[Transfer | None]) -> dict[Link, tup
     return {link: tuple(puts) for link, puts in zip(flat.links, order, strict=True)}
 
 
-def clock_order(schedule: Schedule) -> tuple[Action, ...]:
-    """One order of all actions that respects every rank's list and every need: what an ideal clock would run.
-
-    At each tick every rank whose next action has its inputs from earlier ticks runs it. Actions of one tick do not need
-    each other, so among them those that free a slot are listed before those that fill it. ScheduleError when the
-    ranks wait for each other although nothing limits the slots.
-    """
-    return _linear_order(schedule, lambda ready: sorted(ready, key=_frees_before_fills))
-
-
-def demand_order(schedule: Schedule) -> tuple[Action, ...]:
-    """Like `clock_order` but one action at a time: a put only when nothing that frees a slot can run before it."""
-    return _linear_order(schedule, lambda ready: [min(ready, key=_frees_before_fills)])
-
-
-def _linear_order(schedule: Schedule, choose: Callable[[list[Action]], list[Action]]) -> tuple[Action, ...]:
-    position = [0] * schedule.ranks
-    done: set[Action] = set()
-    order: list[Action] = []
-    while True:
-        waiting = [row[index] for row, index in zip(schedule.orders, position, strict=True) if index < len(row)]
-        if not waiting:
-            return tuple(order)
-        ready = [action for action in waiting if all(need in done for need in producers(schedule, action))]
-        if not ready:
-            first = waiting[0]
-            needs = " and ".join(str(need) for need in producers(schedule, first) if need not in done)
-            places = [schedule.places[action] for action in waiting]
-            reason = f"the ranks wait for each other: rank {places[0].rank} cannot run {first} before {needs}"
-            raise schedule_error(schedule, reason, marks=places)
-        for action in choose(ready):
-            position[schedule.places[action].rank] += 1
-            done.add(action)
-            order.append(action)
-
-
-def _frees_before_fills(action: Action) -> tuple[int, int]:
-    if action.kind == WEIGHT_GRAD:
-        return 0, action.stage
-    return (2, -action.stage) if action.is_forward else (1, action.stage)
-
-
 def _finished_before_puts(schedule: Schedule) -> dict[Transfer, int]:
     """For each transfer, how many actions of the receiver must have ended before its put can begin (vector clocks)."""
     finished: dict[Transfer, int] = {}
     clocks: dict[Action, list[int]] = {}
-    for action in clock_order(schedule):
+    for action in linear_order_reference(schedule, by_ticks=True):
         rank, position = schedule.places[action]
         needs = list(producers(schedule, action))
         if position:
