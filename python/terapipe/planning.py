@@ -19,11 +19,12 @@ import tyro
 
 from terapipe.planner import cost_file, plan_file
 from terapipe.planner.analytic import analytic_costs
+from terapipe.planner.candidates import Request
 from terapipe.planner.costs import CostModel
 from terapipe.planner.hardware import HARDWARE, hardware
 from terapipe.planner.plan_file import PlannedRun
 from terapipe.planner.report import describe_found, describe_run, found_rows
-from terapipe.planner.search import MOST_TENSOR, Request, search
+from terapipe.planner.search import MOST_TENSOR, search
 from terapipe.schedule import GENERATORS, trace
 from terapipe.train.config import ModelSettings
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from terapipe.planner.costs import PASSES, CostModel
 
 if TYPE_CHECKING:
+    from terapipe.planner.candidates import Request
     from terapipe.planner.plan_file import PlannedRun
-    from terapipe.planner.search import Found, Ranked, Request
+    from terapipe.planner.search import Found, Ranked
     from terapipe.schedule import Simulation
 
 SHOWN_LENGTHS = 6

@@ -12,12 +12,14 @@ from functools import cache
 import pytest
 
 from terapipe.models.presets import PRESETS, llama
+from terapipe.planner import search as search_module
 from terapipe.planner.analytic import analytic_costs
+from terapipe.planner.candidates import Request, candidates_of
 from terapipe.planner.hardware import HARDWARE
 from terapipe.planner.plan_file import PlannedRun, load, refuse_other_model, refuse_what_the_engine_lacks
 from terapipe.planner.prediction import Layout, predict
 from terapipe.planner.report import describe_found, describe_run
-from terapipe.planner.search import Request, search
+from terapipe.planner.search import search
 from terapipe.schedule import GENERATORS
 
 MODEL = llama(hidden=512, layers=6, heads=8, kv_heads=4, ffn_hidden=1024, vocab=1000, max_tokens=512)
@@ -54,15 +56,24 @@ def planned(found, costs):
 def test_what_bounds_rule_out_is_never_better(ranks, monkeypatch):
     asked, costs_of = request(ranks=ranks, batch=6, tensor=(1, 2)), provider()
     found = search(asked, costs_of)
-    module = sys.modules["terapipe.planner.search"]
-    every = module._candidates(asked, costs_of, 32)
-    simulated = [module._simulated(candidate, asked, costs_of) for candidate in every]
+    every = candidates_of(asked, costs_of)
+    simulated = [search_module._simulated(candidate, asked, costs_of) for candidate in every]
     assert len(simulated) == found.candidates and found.left_out == 0
     for one in simulated:
         assert one.candidate.bound_s <= one.prediction.step_s * (1 + 1e-9), one.candidate
         assert one.candidate.least_bytes <= max(one.prediction.memory_bytes) * (1 + 1e-9), one.candidate
     fastest = min(one.prediction.step_s for one in simulated if one.fits)
     assert found.best.prediction.step_s == fastest
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_no_equal_slices_are_better_than_what_is_found(ranks):
+    costs_of = provider(name="cpu-2core", sizes=(1,))
+    found = search(request(ranks=ranks, batch=1, unit=8, data=(1,), schedules=("terapipe", "gpipe")), costs_of)
+    for count in (1, 2, 4, 8, 16, 32):
+        best = found.best.candidate
+        plan = dataclasses.replace(best, slices=(512 // count,) * count, schedule="terapipe").plan()
+        assert predict(plan, costs_of(1), best.layout).step_s >= found.best.prediction.step_s
 
 
 def test_one_rank_is_not_sliced_and_many_short_micros_need_not_be():
