@@ -10,11 +10,13 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 LIMIT = 0.05  # of one core: beyond it a measurement is worth repeating
+LEAST_S = 1.0  # the kernel counts in hundredths of a second, so of less time than this it tells little
 
 
 @dataclass(frozen=True)
@@ -33,16 +35,34 @@ def sample() -> Sample:
 
 
 def foreign_cores(before: Sample, after: Sample) -> float:
-    """Cores that others kept busy between two samples, on average; a collective call if there are several ranks, which
-    must share one machine."""
-    own = torch.tensor([after.own_s - before.own_s], dtype=torch.float64)
+    """Cores that others kept busy between two samples, on average, on the machine where it was most; a collective call
+    if there are several ranks."""
+    mine = (_machine(), after.own_s - before.own_s, after.busy_s - before.busy_s, after.wall_s - before.wall_s)
+    everyone: list[Any] = [mine]
     if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(own)
-    wall = max(after.wall_s - before.wall_s, 1e-9)
-    shared = [max(0.0, after.busy_s - before.busy_s - float(own)) / wall]
-    if dist.is_available() and dist.is_initialized():
-        dist.broadcast_object_list(shared, src=0)
-    return shared[0]
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+    own_s: dict[str, float] = {}
+    for machine, own, _, _ in everyone:
+        own_s[machine] = own_s.get(machine, 0.0) + own
+    return max(max(0.0, busy - own_s[machine]) / max(wall, 1e-9) for machine, _, busy, wall in everyone)
+
+
+def disturbance(foreign: float, *, local_ranks: int) -> str:
+    """Words for a measurement during which others kept so many cores busy; none if the ranks had cores of their own."""
+    cores = os.cpu_count() or 1
+    free = max(0, cores - local_ranks * torch.get_num_threads())
+    if foreign <= free + LIMIT:
+        return ""
+    return f"disturbed: others kept {foreign:.2f} of {cores} cores busy meanwhile, so measure again when they do not"
+
+
+def _machine() -> str:
+    """The same for all processes that see the same /proc/stat."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return ""
 
 
 def _busy() -> float:

@@ -24,11 +24,12 @@ class StepPrediction:
     step_s: float
     origin: str
 
-    def line(self, measured: Sequence[float]) -> str:
+    def line(self, measured: Sequence[float], *, disturbance: str = "") -> str:
         median = statistics.median(measured)
+        error = f"error {self.step_s / median - 1:+.1%}"
         return (
             f"step time: predicted {self.step_s * 1e3:.4g} ms ({self.origin}), measured {median * 1e3:.4g} ms (median "
-            f"of {len(measured)} steps), error {self.step_s / median - 1:+.1%}"
+            f"of {len(measured)} steps), {'; '.join(filter(None, (error, disturbance)))}"
         )
 
 

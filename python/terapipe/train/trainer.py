@@ -23,12 +23,14 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
+from terapipe import files
 from terapipe.engine import Pipeline, StepResult, launch
 from terapipe.models import layers, tied_parameters
 from terapipe.train import checkpoint
 from terapipe.train.config import TrainConfig
 from terapipe.train.config_file import to_toml
 from terapipe.train.data import Source, open_source
+from terapipe.train.foreign_load import LEAST_S, Sample, disturbance, foreign_cores, sample
 from terapipe.train.metrics import MetricsFile, Progress, StepMetrics, ValidationMetrics, keep_earlier
 from terapipe.train.optimizer import Optimizer
 from terapipe.train.step_prediction import WARM_STEPS, StepPrediction, from_actions
@@ -48,7 +50,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class TrainResult:
     """A finished run. Losses in nats a token; a validation loss is None when nothing was evaluated (or, `before`,
     when it was resumed). Step times are None in a run too short to tell; the measured one is the median of warm
-    steps."""
+    steps. foreign_cores: what others kept busy meanwhile (CPU only)."""
 
     rank: int
     steps: int
@@ -59,6 +61,7 @@ class TrainResult:
     run_dir: str
     predicted_step_s: float | None = None
     measured_step_s: float | None = None
+    foreign_cores: float | None = None
 
 
 def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
@@ -135,6 +138,7 @@ class Trainer:
         planned = config.planned()
         self._prediction = None if planned is None else StepPrediction(planned.step_s, "by the plan")
         self._steps_here, self._warm_step_s = 0, list[float]()
+        self._warm_since: Sample | None = None
         if resume:
             self._resume()
         self._first_step = self.step
@@ -179,8 +183,10 @@ class Trainer:
                 if config.checkpoint.every and (last or self.step % config.checkpoint.every == 0):
                     self.save()
         prediction, measured = self._prediction, self._warm_step_s
+        foreign = self._foreign_cores()
         if prediction is not None and measured and self.first:
-            print_line(prediction.line(measured))
+            words = "" if foreign is None else disturbance(foreign, local_ranks=self.world.local_size)
+            print_line(prediction.line(measured, disturbance=words))
         return TrainResult(
             self.world.rank,
             self.step,
@@ -191,6 +197,7 @@ class Trainer:
             str(config.run_dir),
             prediction.step_s if prediction is not None and measured else None,
             statistics.median(measured) if measured else None,
+            foreign,
         )
 
     def _compare(self, step_s: float) -> None:
@@ -198,11 +205,23 @@ class Trainer:
         self._steps_here += 1
         if self._steps_here > WARM_STEPS:
             self._warm_step_s.append(step_s)
-        elif self._steps_here == WARM_STEPS and self._prediction is None and self.device == "cpu":
+            return
+        if self._steps_here < WARM_STEPS:
+            return
+        if self._prediction is None and self.device == "cpu":
             with self.pipeline.failing_in("collecting the timeline"):
                 events = self.pipeline.timeline()
             together = self.world.size == 1
             self._prediction = from_actions(self.plan, events, step_s, step=self.step, together=together)
+        self._warm_since = sample()
+
+    def _foreign_cores(self) -> float | None:
+        """Cores that other processes kept busy since the warm steps began; None where that tells nothing."""
+        if self._warm_since is None or self.device != "cpu":
+            return None
+        with self.pipeline.failing_in("asking for the load of every rank"):
+            foreign = foreign_cores(self._warm_since, sample())
+        return foreign if sum(self._warm_step_s) >= LEAST_S else None
 
     def train_step(self) -> StepMetrics:
         """One optimizer step on the next batch."""
@@ -353,17 +372,8 @@ def _check_run_dir(config: TrainConfig, resume: bool) -> None:
             f"there is nothing to resume: {folder} holds no checkpoint; leave --resume out, or check --run-dir "
             f"({os.getcwd()})."
         )
-    for path in (config.run_dir, folder):
-        check_folder(path)
-
-
-def check_folder(path: Path) -> None:
-    """ValueError unless `path` is a folder that can be written, or can become one."""
-    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-    if not existing.is_dir():
-        raise ValueError(f"{existing} is a file, but the run needs a folder at {path}; choose another --run-dir.")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"{existing} cannot be written, but the run needs a folder at {path}; choose another place.")
+    files.check_folder(config.run_dir, "--run-dir")
+    files.check_folder(folder, "--checkpoint.folder" if config.checkpoint.folder else "--run-dir")
 
 
 def _silent(line: str) -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
-import torch
 
 from terapipe.models.presets import gpt, llama
 from terapipe.planner import cost_file
 from terapipe.planner.fit import Point
 from terapipe.profile.profiler import Grid, Profiler, held_out_error
-from terapipe.train.foreign_load import foreign_cores, sample
 
 MODEL = llama(hidden=64, layers=3, heads=4, kv_heads=2, ffn_hidden=128, vocab=50, max_tokens=384)
 
@@ -70,13 +66,3 @@ def test_held_out_points_are_predicted_by_the_others():
     error = held_out_error(points)
     assert error.points == 2 and error.largest < 0.01
     assert held_out_error(points[:2]).points == 0
-
-
-def test_own_work_is_no_foreign_load():
-    before, began = sample(), time.perf_counter()
-    x = torch.randn(200, 200)
-    while time.perf_counter() - began < 0.3:
-        x = torch.tanh(x @ x)
-    after = sample()
-    assert after.own_s - before.own_s > 0.05
-    assert 0 <= foreign_cores(before, after) <= 64

@@ -94,4 +94,6 @@ def test_actions_are_laid_out_as_the_schedule_says() -> None:
     apart = from_actions(plan, events, 7.0, step=3, together=False)
     assert apart.step_s == pytest.approx(9.0 + 5.0)  # 3 x (1 + 2), and what of the step its timeline does not hold
     assert from_actions(plan, events, 1.0, step=3, together=True).step_s == pytest.approx(12.0)
-    assert StepPrediction(0.1, "x").line([0.2, 0.1, 0.3]).endswith("measured 200 ms (median of 3 steps), error -50.0%")
+    line = StepPrediction(0.1, "x").line
+    assert line([0.2, 0.1, 0.3]).endswith("measured 200 ms (median of 3 steps), error -50.0%")
+    assert line([0.2], disturbance="disturbed: ...").endswith("error -50.0%; disturbed: ...")
