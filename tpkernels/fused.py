@@ -320,9 +320,13 @@ def gated_backward(
     return GatedGradients(out, dgate, dup)
 
 
-def _code(x: Tensor) -> int | None:
+def kernel_code(dtype: torch.dtype) -> int | None:
     """The kernels' code of the dtype; None where plain torch computes."""
-    return _DTYPE_CODES.get(x.dtype) if x.is_cpu and _core is not None else None
+    return _DTYPE_CODES.get(dtype) if _core is not None else None
+
+
+def _code(x: Tensor) -> int | None:
+    return kernel_code(x.dtype) if x.is_cpu else None
 
 
 def _view(rows: Tensor) -> tuple[int, int]:

@@ -1,14 +1,17 @@
-// bindings/links.cpp: tpkernels._core.Ring, one end of a shared-memory link. Export only: waits give up the GIL and look at signals
-// between slices; a wait that fails returns a Trouble, which tpkernels.links words for people.
+// bindings/links.cpp: tpkernels._core.Ring, one end of a shared-memory link: `links/ring.h` and the step's order behind one call for each
+// put or take. Waits give up the GIL and look at signals between slices. What goes wrong is worded in Python: `refuse(key)` and `lose(key,
+// trouble)` return the exception.
 #include "bindings/links.h"
 
 #include <pybind11/stl.h>
 
+#include <array>
 #include <memory>
-#include <optional>
 #include <stdexcept>
 #include <string>
 
+#include "bindings/links_step.h"
+#include "cpu/fused.h"
 #include "links/heartbeat.h"
 #include "links/ring.h"
 
@@ -38,13 +41,25 @@ const char* name_of(Outcome outcome) {
 
 std::chrono::nanoseconds nanoseconds(double seconds) { return std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9)); }
 
-using Result = std::optional<Trouble>;
+double seconds(Clock::time_point time) { return std::chrono::duration<double>(time.time_since_epoch()).count(); }
+
+[[noreturn]] void raise(const py::object& error) {
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+  throw py::error_already_set();
+}
+
+/// Rows of one dtype behind a raw address.
+struct RowFormat {
+  tpk::DType dtype;
+  int64_t columns;
+  int64_t bytes() const { return columns * tpk::dtype_bytes(dtype); }
+};
 
 class PyRing {
  public:
   PyRing(py::buffer memory, const Geometry& geometry, uint32_t generation, bool sender, double spin_s, double silence_s, double timeout_s,
-         int socket, int pidfd)
-      : memory_(memory.request(true)) {
+         int socket, int pidfd, py::object dtype, py::object refuse, py::object lose)
+      : memory_(memory.request(true)), dtype_(std::move(dtype)), refuse_(std::move(refuse)), lose_(std::move(lose)) {
     auto* const bytes = static_cast<std::byte*>(memory_.ptr);
     check(*reinterpret_cast<const Header*>(bytes), geometry, generation);
     Patience patience{.spin = nanoseconds(spin_s), .silence = nanoseconds(silence_s), .timeout = nanoseconds(timeout_s)};
@@ -61,56 +76,196 @@ class PyRing {
     ring_.reset();
   }
 
-  uint64_t slot_offset(uint32_t slot) { return open().slot(slot) - static_cast<std::byte*>(memory_.ptr); }
+  uint64_t slot_offset(uint32_t slot) const { return ring_->slot(slot) - static_cast<std::byte*>(memory_.ptr); }
 
-  Result reserve(uint32_t slot) {
-    if (auto trouble = wait(open().for_credit(slot))) return trouble;
-    open().claim(slot);
-    return {};
+  // ---- the step
+
+  void expect(const py::list& transfers) { step_.set(transfers); }
+  void begin() { step_.begin(); }
+  size_t done() const { return step_.done(); }
+  py::list held() const { return step_.held(); }
+  double arrived_at() const { return seconds(arrived_at_); }
+  double posted_at() const { return seconds(posted_at_); }
+  /// Tests: `watch(action, tile)` before each action; it may raise, or return true to have the action left out.
+  void watch(py::object watch) { watch_ = std::move(watch); }
+
+  // ---- sender
+
+  py::object reserve(const py::object& key) {
+    Transfer& transfer = next(key);
+    if (!step_.reserved()) claim(transfer);
+    return transfer.view;
   }
 
-  void post(uint32_t slot, uint64_t bytes) { open().post_all(slot, bytes); }
-
-  Result put(uint32_t slot, uintptr_t from, uint64_t bytes) {
-    if (auto trouble = reserve(slot)) return trouble;
-    const py::gil_scoped_release unlocked;
-    ring_->write(slot, reinterpret_cast<const std::byte*>(from), bytes);
-    return {};
-  }
-
-  Result take(uint32_t slot, uint64_t bytes) {
-    open().begin_use(slot);
-    for (uint32_t tile = 0; tile < ring_->tiles_of(bytes); ++tile)
-      if (auto trouble = wait(ring_->for_tile(slot, tile))) return trouble;
-    return {};
-  }
-
-  /// Copies tile by tile as they come, and frees the slot.
-  Result take_copy(uint32_t slot, uintptr_t to, uint64_t bytes) {
-    open().begin_use(slot);
-    const uint64_t tile_bytes = ring_->geometry().tile_bytes;
-    for (uint32_t tile = 0; tile < ring_->tiles_of(bytes); ++tile) {
-      if (auto trouble = wait(ring_->for_tile(slot, tile))) return trouble;
-      const py::gil_scoped_release unlocked;
-      const uint64_t begin = tile * tile_bytes;
-      std::memcpy(reinterpret_cast<std::byte*>(to) + begin, ring_->slot(slot) + begin, std::min(tile_bytes, bytes - begin));
+  void put(const py::object& key, py::object x) {
+    Transfer& transfer = next(key);
+    const uint32_t tiles = ring_->tiles_of(transfer.bytes);
+    if (x.is(transfer.view) && step_.reserved()) { // what `reserve` gave: nothing else need be touched, which a cold cache would tell
+      post(transfer, 0, tiles);
+      return step_.advance();
     }
-    ring_->release(slot);
-    return {};
+    const Names& names = Names::get();
+    if (!member(x, names.dtype).is(dtype_) || !same(member(x, names.shape), transfer.shape)) raise(refuse_(key, x, step_.done()));
+    if (!call(x, names.is_contiguous).is(py::handle(Py_True))) x = call(x, names.contiguous);
+    const std::byte* const from = address_of(x);
+    std::byte* const slot = ring_->slot(transfer.slot);
+    if (!step_.reserved()) claim(transfer);
+    if (from == slot)
+      post(transfer, 0, tiles);
+    else
+      by_tiles(transfer, 1, [&](uint64_t begin, uint64_t end) { std::memcpy(slot + begin, from + begin, end - begin); });
+    step_.advance();
   }
 
-  bool holds(uint32_t slot) { return open().holds(slot); }
+  /// x + residual, rows of contiguous elements, added into the slot and posted tile by tile. The sum.
+  py::object put_sum(const py::object& key, int dtype, int64_t columns, const std::array<int64_t, 2>& x,
+                     const std::array<int64_t, 2>& residual, int num_threads) {
+    Transfer& transfer = next(key);
+    const RowFormat format{static_cast<tpk::DType>(dtype), columns};
+    if (!step_.reserved()) claim(transfer);
+    const tpk::cpu::RowsView out{ring_->slot(transfer.slot), columns};
+    const tpk::cpu::RowsView left = rows_at(x), right = rows_at(residual);
+    by_tiles(transfer, num_threads, [&](uint64_t begin, uint64_t end) {
+      const int64_t first = begin / format.bytes(), count = (end - begin) / format.bytes();
+      const auto from = [&](const tpk::cpu::RowsView& rows) { return skip(rows, first, format); };
+      tpk::cpu::add({count, columns, from(left), from(right), from(out)}, format.dtype, num_threads);
+    });
+    step_.advance();
+    return call(transfer.view, Names::get().detach);
+  }
+
+  // ---- receiver
+
+  /// A leaf of its own over the slot: no gradient or hook of an earlier use. With `copies` its own memory, and the slot is free again.
+  py::object take(const py::object& key, bool copies) {
+    Transfer& transfer = next(key);
+    py::object x = copies ? transfer.view.attr("new_empty")(transfer.shape) : call(transfer.view, Names::get().detach);
+    std::byte* const to = copies ? address_of(x) : nullptr;
+    begin_use(transfer, !copies);
+    for_tiles(transfer, [&](uint64_t begin, uint64_t end) {
+      if (to == nullptr) return;
+      const py::gil_scoped_release unlocked;
+      std::memcpy(to + begin, ring_->slot(transfer.slot) + begin, end - begin);
+    });
+    if (copies) ring_->release(transfer.slot);
+    return x;
+  }
+
+  /// `take`, and the norm of each tile as soon as it is there. into: out [rows, columns], weight, bias or 0, mean (0 for RMSNorm), rstd.
+  py::object take_norm(const py::object& key, int dtype, bool rms, float eps, int64_t columns, const std::array<int64_t, 5>& into,
+                       int num_threads) {
+    const auto [out, weight, bias, mean, rstd] = into;
+    Transfer& transfer = next(key);
+    const RowFormat format{static_cast<tpk::DType>(dtype), columns};
+    py::object x = call(transfer.view, Names::get().detach);
+    begin_use(transfer, true);
+    const tpk::cpu::RowsView slot{ring_->slot(transfer.slot), columns}, normed = rows_at({out, columns});
+    tpk::cpu::NormForward norm;
+    norm.dim = columns, norm.rms = rms, norm.eps = eps, norm.weight = pointer<void>(weight), norm.bias = pointer<void>(bias);
+    float *const means = pointer<float>(mean), *const rstds = pointer<float>(rstd);
+    for_tiles(transfer, [&](uint64_t begin, uint64_t end) {
+      const int64_t first = begin / format.bytes();
+      norm.rows = (end - begin) / format.bytes();
+      norm.x = norm.total = skip(slot, first, format), norm.out = skip(normed, first, format);
+      norm.mean = means == nullptr ? nullptr : means + first, norm.rstd = rstds + first;
+      const py::gil_scoped_release unlocked;
+      tpk::cpu::norm_forward(norm, format.dtype, num_threads);
+    });
+    return x;
+  }
+
+  /// Whether the slot of `key` still holds what was taken.
+  bool holds(const py::object& key) {
+    seen("verify", 0);
+    const Transfer* transfer = step_.find(key);
+    return transfer != nullptr && transfer->held && open().holds(transfer->slot);
+  }
 
   /// With `poison` the slot's bytes become NaN of any float type first.
-  void release(uint32_t slot, bool poison) {
-    if (poison) std::memset(open().slot(slot), 0xff, ring_->geometry().slot_bytes);
-    open().release(slot);
+  void release(const py::object& key, bool poison) {
+    Transfer& transfer = *step_.find(key); // `holds` found it
+    if (seen("release", 0)) return;
+    if (poison) std::memset(open().slot(transfer.slot), 0xff, ring_->geometry().slot_bytes);
+    transfer.held = false;
+    open().release(transfer.slot);
+    seen("released", 0);
   }
 
  private:
+  template <class T> static T* pointer(int64_t address) { return reinterpret_cast<T*>(static_cast<intptr_t>(address)); }
+  static tpk::cpu::RowsView rows_at(const std::array<int64_t, 2>& view) { return {pointer<void>(view[0]), view[1]}; }
+  static tpk::cpu::RowsView skip(const tpk::cpu::RowsView& rows, int64_t count, const RowFormat& format) {
+    return {static_cast<std::byte*>(rows.data) + count * rows.stride * tpk::dtype_bytes(format.dtype), rows.stride};
+  }
+
   Ring<>& open() {
     if (!ring_) throw std::runtime_error("this link was closed");
     return *ring_;
+  }
+
+  Transfer& next(const py::object& key) {
+    Transfer* const transfer = ring_ ? step_.due(key) : nullptr;
+    if (transfer == nullptr) raise(refuse_(key, py::none(), step_.done()));
+    return *transfer;
+  }
+
+  bool seen(const char* action, uint32_t tile) { return watch_ && py::cast<bool>(watch_(action, tile)); }
+
+  void claim(const Transfer& transfer) {
+    seen("reserve", 0);
+    await(ring_->for_credit(transfer.slot), transfer.key);
+    seen("claim", 0);
+    ring_->claim(transfer.slot);
+    step_.reserve();
+  }
+
+  void post(const Transfer& transfer, uint32_t first, uint32_t end) {
+    if (watch_) {
+      const py::gil_scoped_acquire locked;
+      if (seen("post", first)) return;
+    }
+    posted_at_ = Clock::now();
+    ring_->post(transfer.slot, first, end);
+  }
+
+  /// Lets `write(begin, end)` fill the slot some tiles at a time, and posts each time.
+  template <class Write> void by_tiles(const Transfer& transfer, int step, Write&& write) {
+    const py::gil_scoped_release unlocked;
+    const uint32_t tiles = ring_->tiles_of(transfer.bytes);
+    const uint64_t tile_bytes = ring_->geometry().tile_bytes;
+    for (uint32_t first = 0; first < tiles; first += step) {
+      const uint32_t end = std::min<uint32_t>(tiles, first + step);
+      if (watch_) {
+        const py::gil_scoped_acquire locked;
+        seen("write", first);
+      }
+      write(first * tile_bytes, std::min(transfer.bytes, end * tile_bytes));
+      post(transfer, first, end);
+    }
+  }
+
+  void begin_use(Transfer& transfer, bool holds) {
+    seen("take", 0);
+    arrived_at_ = Clock::now();
+    transfer.held = holds;
+    step_.advance();
+    ring_->begin_use(transfer.slot);
+  }
+
+  /// Calls `read(begin, end)` for all tiles, as many at a time as are there.
+  template <class Read> void for_tiles(const Transfer& transfer, Read&& read) {
+    const uint32_t tiles = ring_->tiles_of(transfer.bytes);
+    const uint64_t tile_bytes = ring_->geometry().tile_bytes;
+    for (uint32_t first = 0; first < tiles;) {
+      seen("wait", first);
+      await(ring_->for_tile(transfer.slot, first), transfer.key);
+      uint32_t end = first + 1;
+      while (end < tiles && ring_->ready(ring_->for_tile(transfer.slot, end))) ++end;
+      seen("read", first);
+      read(first * tile_bytes, std::min(transfer.bytes, end * tile_bytes));
+      first = end;
+    }
+    seen("taken", 0);
   }
 
   static void check(const Header& found, const Geometry& geometry, uint32_t generation) {
@@ -125,17 +280,19 @@ class PyRing {
                                                             : "the segment does not begin with a link's header");
   }
 
-  Result wait(Wait wait) {
-    if (open().ready(wait)) return {};
+  void await(Wait wait, const py::object& key) {
+    if (ring_->ready(wait)) return;
     while (true) {
       Outcome outcome;
       {
         const py::gil_scoped_release unlocked;
         outcome = ring_->wait(wait);
       }
-      if (outcome == Outcome::reached) return {};
+      arrived_at_ = Clock::now();
+      if (outcome == Outcome::reached) return;
       if (outcome != Outcome::waiting)
-        return Trouble{outcome, wait.slot, wait.tile, wait.wanted, wait.seen, std::chrono::duration<double>(wait.waited).count()};
+        raise(
+            lose_(key, Trouble{outcome, wait.slot, wait.tile, wait.wanted, wait.seen, std::chrono::duration<double>(wait.waited).count()}));
       if (PyErr_CheckSignals() != 0) throw py::error_already_set();
       open(); // a signal handler may have closed the link
     }
@@ -143,7 +300,11 @@ class PyRing {
 
   const py::buffer_info memory_; // keeps the mapping
   const pid_t owner_ = getpid();
+  const py::object dtype_, refuse_, lose_;
+  py::object watch_;
   std::unique_ptr<Ring<>> ring_;
+  Step step_;
+  Clock::time_point arrived_at_, posted_at_; // the last wait's end, and just before the last post
 };
 
 } // namespace
@@ -166,15 +327,23 @@ void bind_links(py::module_& m) {
       .def_readonly("seen", &Trouble::seen)
       .def_readonly("seconds", &Trouble::seconds);
   py::class_<PyRing>(m, "Ring")
-      .def(py::init<py::buffer, const Geometry&, uint32_t, bool, double, double, double, int, int>(), py::arg("memory"),
-           py::arg("geometry"), py::kw_only(), py::arg("generation"), py::arg("sender"), py::arg("spin_s"), py::arg("silence_s"),
-           py::arg("timeout_s"), py::arg("socket"), py::arg("pidfd"))
+      .def(py::init<py::buffer, const Geometry&, uint32_t, bool, double, double, double, int, int, py::object, py::object, py::object>(),
+           py::arg("memory"), py::arg("geometry"), py::kw_only(), py::arg("generation"), py::arg("sender"), py::arg("spin_s"),
+           py::arg("silence_s"), py::arg("timeout_s"), py::arg("socket"), py::arg("pidfd"), py::arg("dtype"), py::arg("refuse"),
+           py::arg("lose"))
       .def("slot_offset", &PyRing::slot_offset)
+      .def("expect", &PyRing::expect)
+      .def("begin", &PyRing::begin)
+      .def_property_readonly("done", &PyRing::done)
+      .def_property_readonly("held", &PyRing::held)
+      .def_property_readonly("arrived_at", &PyRing::arrived_at)
+      .def_property_readonly("posted_at", &PyRing::posted_at)
+      .def("watch", &PyRing::watch)
       .def("reserve", &PyRing::reserve)
-      .def("post", &PyRing::post)
       .def("put", &PyRing::put)
+      .def("put_sum", &PyRing::put_sum)
       .def("take", &PyRing::take)
-      .def("take_copy", &PyRing::take_copy)
+      .def("take_norm", &PyRing::take_norm)
       .def("holds", &PyRing::holds)
       .def("release", &PyRing::release)
       .def("close", &PyRing::close, py::call_guard<py::gil_scoped_release>());

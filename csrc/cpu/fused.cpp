@@ -92,4 +92,6 @@ void gated_backward(const GatedBackward& p, DType dtype, int64_t num_threads) {
   run_rows(kernels_for(dtype).gated_backward, p, p.rows, p.dim, num_threads);
 }
 
+void add(const Add& p, DType dtype, int64_t num_threads) { run_rows(kernels_for(dtype).add, p, p.rows, p.dim, num_threads); }
+
 } // namespace tpk::cpu

@@ -36,11 +36,18 @@ struct GatedBackward {
   RowsView dout, gate, up, out, dgate, dup;
 };
 
+// out = x + residual, rounded once.
+struct Add {
+  int64_t rows = 0, dim = 0;
+  RowsView x, residual, out;
+};
+
 void norm_forward(const NormForward&, DType, int64_t num_threads);
 void norm_backward(const NormBackward&, DType, int64_t num_threads);
 void rotary(const Rotary&, DType, int64_t num_threads);
 void gated_forward(const GatedForward&, DType, int64_t num_threads);
 void gated_backward(const GatedBackward&, DType, int64_t num_threads);
+void add(const Add&, DType, int64_t num_threads);
 
 // One ISA level's kernels for one storage type, over rows [first, end). sums: [2][dim] of this range, written, or null.
 struct FusedKernels {
@@ -49,6 +56,7 @@ struct FusedKernels {
   void (*rotary)(const Rotary&, int64_t first, int64_t end);
   void (*gated_forward)(const GatedForward&, int64_t first, int64_t end);
   void (*gated_backward)(const GatedBackward&, int64_t first, int64_t end);
+  void (*add)(const Add&, int64_t first, int64_t end);
 };
 
 const FusedKernels* fused_kernels_baseline(DType);

@@ -9,8 +9,8 @@ namespace TPK_NAMESPACE {
 namespace {
 
 template <class Element>
-constexpr FusedKernels table{Norm<Element>::forward, Norm<Element>::backward, Turn<Element>::rows, Gated<Element>::forward,
-                             Gated<Element>::backward};
+constexpr FusedKernels table{Norm<Element>::forward,  Norm<Element>::backward,  Turn<Element>::rows,
+                             Gated<Element>::forward, Gated<Element>::backward, Sum<Element>::rows};
 
 } // namespace
 } // namespace TPK_NAMESPACE

@@ -1,4 +1,4 @@
-// cpu/fused_norm.h: RMSNorm and LayerNorm of rows, with the residual's addition in front (forward) or behind (backward).
+// cpu/fused_norm.h: RMSNorm and LayerNorm of rows, with the residual's addition in front (forward) or behind (backward), or that alone.
 // Trap: four chains of partial sums, chosen by the column alone; a row's statistics never depend on its neighbours.
 #pragma once
 
@@ -26,6 +26,16 @@ TPK_INLINE Vec keep_lanes(Vec v, int64_t lanes) {
   for (int64_t i = lanes; i < vec_lanes; ++i) wide[i] = 0.0f;
   return load(wide);
 }
+
+template <class Element> struct Sum {
+  static void rows(const Add& p, int64_t first, int64_t end) {
+    for (int64_t r = first; r < end; ++r) {
+      const Element *x = p.x.row<const Element>(r), *residual = p.residual.row<const Element>(r);
+      Element* out = p.out.row<Element>(r);
+      each_column(p.dim, [&](int64_t c, int64_t n) { store_some(out + c, load_some(x + c, n) + load_some(residual + c, n), n); });
+    }
+  }
+};
 
 template <class Element> struct Norm {
   static void forward(const NormForward& p, int64_t first, int64_t end) {

@@ -4,8 +4,8 @@
 //   Header | sender's End | receiver's End | Posts of each slot (sender) | Credit of each slot (receiver) | slots
 // A slot holds one slice, in tiles of rows. An epoch counts the uses of a slot, from the header's first epoch, and wraps: no word
 // is ever set back. Use number n of a slot:
-//   sender    wait for credit == n - 1;  claim = n;  per tile: write it, then epoch[tile] = n (release)
-//   receiver  per tile: wait for epoch[tile] == n (acquire), read it in place;  at last credit = n (release)
+//   sender    wait for credit == n - 1;  claim = n;  per tile, in order: write it, then epoch[tile] = n (release)
+//   receiver  per tile, in order: wait for epoch[tile] == n (acquire), read it in place;  at last credit = n (release)
 // Which slot a slice uses is the plan's business. The claim tells a receiver that reads in place whether somebody wrote beneath it.
 //
 // Sleep and wake need sequential consistency: a waiter announces itself and looks again, a poster posts and looks for a waiter, and
@@ -110,7 +110,7 @@ template <class Order = Orders> class Ring {
     return static_cast<uint32_t>(std::max<uint64_t>(1, (bytes + geometry().tile_bytes - 1) / geometry().tile_bytes));
   }
 
-  // ---- sender: for each use wait for the credit, claim, write and post every tile
+  // ---- sender: for each use wait for the credit, claim, write and post the tiles in order
 
   Wait for_credit(uint32_t slot) const { return {.slot = slot, .wanted = uses_[slot]}; }
 
@@ -119,22 +119,12 @@ template <class Order = Orders> class Ring {
     claimed(slot).exchange(uses_[slot], std::memory_order_seq_cst); // before any byte of the slot
   }
 
-  void post(uint32_t slot, uint32_t tile) {
-    epoch(slot, tile).store(uses_[slot], Order::post);
-    wake(slot * geometry().tiles + tile, epoch(slot, tile));
-  }
-
-  void post_all(uint32_t slot, uint64_t bytes) {
-    for (uint32_t tile = 0; tile < tiles_of(bytes); ++tile) post(slot, tile);
-  }
-
-  /// Copies `bytes` into a claimed slot and posts tile by tile, so that the receiver may begin early.
-  void write(uint32_t slot, const std::byte* from, uint64_t bytes) {
-    for (uint32_t tile = 0; tile < tiles_of(bytes); ++tile) {
-      const uint64_t begin = tile * geometry().tile_bytes, end = std::min(bytes, begin + geometry().tile_bytes);
-      std::memcpy(this->slot(slot) + begin, from + begin, end - begin);
-      post(slot, tile);
-    }
+  /// Posts tiles [first, end), all before `first` having been posted. The receiver waits for the lowest tile it lacks, so that one goes
+  /// last: it then finds the others there, and the line moves to its core once.
+  void post(uint32_t slot, uint32_t first, uint32_t end) {
+    for (uint32_t tile = end; tile-- > first + 1;) epoch(slot, tile).store(uses_[slot], std::memory_order_release);
+    epoch(slot, first).store(uses_[slot], Order::post);
+    wake(slot * geometry().tiles + first, epoch(slot, first));
   }
 
   // ---- receiver: for each use wait for the tiles, read, release

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from terapipe.schedule import Schedule, check, sent_by, seq_1f1b, taken_by, terapipe
 from terapipe.schedule.grid import ScheduleError
-from terapipe.schedule.slots import SlotAssignment, assign_slots, demand_order, releasing_action, ring_slots
+from terapipe.schedule.orders import demand_order
+from terapipe.schedule.slots import SlotAssignment, assign_slots, releasing_action, ring_slots
 from terapipe.schedule.transfers import Transfer
 from tpkernels.links import DistLink, Key, LinkError, LinkSpec, LocalLink
 

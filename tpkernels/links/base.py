@@ -99,6 +99,47 @@ class Link(Protocol):
         """Both: let go of the medium; a peer that waits on this link gets an error."""
 
 
+class Order:
+    """The transfers of a step in the plan's order, as one end of a link goes through them."""
+
+    def __init__(self, spec: LinkSpec) -> None:
+        self._spec = spec
+        self.shapes: dict[Key, tuple[int, ...]] = {}
+        self.keys: list[Key] = []
+        self.done = 0
+        self.closed = False
+
+    def expect(self, transfers: Transfers) -> bool:
+        """A step begins; whether its transfers differ from those of the step before."""
+        self.done, shapes = 0, dict(transfers)
+        if shapes == self.shapes and list(shapes) == self.keys:
+            return False
+        self.shapes, self.keys = shapes, list(shapes)
+        return True
+
+    def check(self, key: Key) -> None:
+        """LinkError unless `key` is due."""
+        if self.closed or self.done == len(self.keys) or self.keys[self.done] != key:
+            raise self.refusal(key)
+
+    def refusal(self, key: Key) -> LinkError:
+        """Why `key` cannot go now."""
+        if self.closed:
+            return LinkError(f"{self._spec}: this end was closed, {name(key)} cannot go over it.")
+        if key not in self.shapes:
+            return unplanned(self._spec, self.shapes, key)
+        expected = name(self.keys[self.done]) if self.done < len(self.keys) else "nothing more"
+        return LinkError(f"{self._spec}: asked for {name(key)}, but the plan's next transfer is {expected}.")
+
+    def finish(self, held: Sequence[Key]) -> None:
+        """LinkError unless every transfer was made and no slot is `held`."""
+        if self.done != len(self.keys):
+            left = [name(key) for key in self.keys[self.done :]]
+            raise LinkError(f"{self._spec}: transfers never made: {left}.")
+        if held:
+            raise LinkError(f"{self._spec}: slots still held at the end of the step: {[name(key) for key in held]}.")
+
+
 def check_put(spec: LinkSpec, shapes: Mapping[Key, tuple[int, ...]], key: Key, x: Tensor) -> None:
     """Refuse to send what the receiver does not expect."""
     if key not in shapes:

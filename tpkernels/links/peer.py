@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpkernels.fused_reference import NormValues
-from tpkernels.links.base import Key, LinkError, LinkSpec, Speed, Transfers, check_put, name, unplanned
+from tpkernels.links.base import Key, LinkError, LinkSpec, Order, Speed, Transfers, check_put, name
 from tpkernels.links.shm import MEET_S, SILENCE_S, TIMEOUT_S, meet
 
 if sys.platform == "linux":
@@ -125,9 +125,7 @@ class PeerLink:
         ]
         self._run: Callable[[list[Launch], torch.device], None] = launch.run
         self._step: dict[Key, _Place] = {}
-        self._shapes: dict[Key, tuple[int, ...]] = {}
-        self._order: list[Key] = []
-        self._done = 0
+        self._order = Order(spec)
         self._held: set[Key] = set()
         self._reserved: Key | None = None
         self._uses = [layout.first_epoch] * spec.slots  # the host's copy, to name the slice of an epoch
@@ -165,11 +163,9 @@ class PeerLink:
             raise LinkError(f"{spec}: the two ends did not come together: {error}") from error
 
     def expect(self, transfers: Transfers) -> None:
-        shapes = dict(transfers)
-        if shapes != self._shapes or not self._step:
-            self._shapes, self._order = shapes, list(shapes)
-            self._step = {key: self._place(key, shape) for key, shape in shapes.items()}
-        self._done, self._reserved = 0, None
+        if self._order.expect(transfers):
+            self._step = {key: self._place(key, shape) for key, shape in self._order.shapes.items()}
+        self._reserved = None
         self._held.clear()
         self._key_of.clear()
 
@@ -183,12 +179,12 @@ class PeerLink:
         self._begin(key, place)
         self._launch(plan.take_credit(place.slot))
         self._reserved = key
-        return torch.empty(self._shapes[key], dtype=self.spec.dtype, device=self.spec.device)
+        return torch.empty(self._order.shapes[key], dtype=self.spec.dtype, device=self.spec.device)
 
     def put(self, key: Key, x: Tensor, residual: Tensor | None = None) -> None:
         from tpkernels.triton import plan_hand_off as plan
 
-        check_put(self.spec, self._shapes, key, x)
+        check_put(self.spec, self._order.shapes, key, x)
         self._put(key, lambda slot: plan.add_put(slot, _rows(x), None if residual is None else _rows(residual)))
 
     def put_matmul(
@@ -199,7 +195,7 @@ class PeerLink:
         from tpkernels.triton import plan_hand_off as plan
 
         columns = b.shape[0 if transposed else 1]
-        check_put(self.spec, self._shapes, key, torch.empty(*a.shape[:-1], columns, dtype=a.dtype, device="meta"))
+        check_put(self.spec, self._order.shapes, key, torch.empty(*a.shape[:-1], columns, dtype=a.dtype, device="meta"))
         rows = None if residual is None else _rows(residual)
         self._put(
             key,
@@ -252,11 +248,7 @@ class PeerLink:
         if self.spec.device.type == "cuda":
             torch.cuda.current_stream(self.spec.device).synchronize()
         self._check()
-        if self._done != len(self._order):
-            raise LinkError(f"{self.spec}: transfers never made: {[name(key) for key in self._order[self._done :]]}.")
-        if self._held:
-            held = [name(key) for key in self._held]
-            raise LinkError(f"{self.spec}: slots still held at the end of the step: {held}.")
+        self._order.finish(list(self._held))
 
     def measure(self) -> Speed | None:
         """Puts one row back and forth, then whole slots, each waiting for the release of the one before."""
@@ -289,21 +281,15 @@ class PeerLink:
         if self._watch.is_alive():
             self._watch.stop()
             self._memory.close()
+        self._order.closed = True
         self._step.clear()
 
     # ---- within
 
     def _next(self, key: Key) -> _Place:
         self._check()
-        place = self._step.get(key)
-        if place is not None and self._done < len(self._order) and self._order[self._done] == key:
-            return place
-        if not self._step and self._order:
-            raise LinkError(f"{self.spec}: this end was closed, {name(key)} cannot go over it.")
-        if key not in self._shapes:
-            raise unplanned(self.spec, self._shapes, key)
-        expected = name(self._order[self._done]) if self._done < len(self._order) else "nothing more"
-        raise LinkError(f"{self.spec}: asked for {name(key)}, but the plan's next transfer is {expected}.")
+        self._order.check(key)
+        return self._step[key]
 
     def _put(self, key: Key, plan_put: Callable[[Slot], Launch]) -> None:
         place = self._next(key)
@@ -311,7 +297,7 @@ class PeerLink:
             self.reserve(key)
         self._reserved = None
         self._launch(plan_put(place.slot))
-        self._done += 1
+        self._order.done += 1
 
     def _take(self, key: Key, consumer: Launch | None) -> Tensor:
         """Begins a use and runs `consumer`, which waits for its tiles itself."""
@@ -319,7 +305,7 @@ class PeerLink:
 
         place = self._next(key)
         self._begin(key, place)
-        self._done += 1
+        self._order.done += 1
         gate = plan.begin_use(place.slot, place.tiles if consumer is None else 1)
         self._launch(gate, *([] if consumer is None else [consumer]))
         if self.spec.resident:

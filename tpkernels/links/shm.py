@@ -1,9 +1,9 @@
 """Links between two processes of one host through shared memory: the C++ ring (`csrc/links/ring.h`) behind `Link`.
 
-The sender computes into the slot (`reserve`) or copies once (`put`); the receiver reads in place. A wait spins for a
-moment where every rank has a core, then sleeps; it ends when the slice comes, the peer closes, dies or stands still, or
-time is up. The trap: autograd saves a taken tensor but cannot see the peer write to it, so `verify` and `release` ask
-the slot whether it still holds this use.
+The sender computes into the slot (`reserve`, `put_sum`) or copies once (`put`); the receiver reads in place, with
+`take_norm` tile by tile. A wait spins for a moment where every rank has a core, then sleeps; it ends when the slice
+comes, the peer closes, dies or stands still, or time is up. The trap: autograd saves a taken tensor but cannot see the
+peer write to it, so `verify` and `release` ask the slot whether it still holds this use.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpkernels.links.base import Key, LinkError, LinkSpec, Speed, Transfers, check_put, name, unplanned
+from tpkernels import fused
+from tpkernels.fused_reference import NormValues
+from tpkernels.links.base import Key, LinkError, LinkSpec, Order, Speed, Transfers, check_put, name
 
 if sys.platform == "linux":
     from tpkernels.links.segment import Offer, Segment, connect
@@ -34,6 +36,7 @@ except ImportError:  # not built: shm_missing says so
 TILE_ROWS, MOST_TILES = 64, 32  # rows of a tile, more where a slot would have too many: each costs a store to post
 SPIN_S = 2e-3  # longer than the gap between two slices that are nearly alike
 SILENCE_S, TIMEOUT_S, MEET_S = 10.0, 1800.0, 30.0
+FIRST_EXCHANGE = -1  # the stage of transfers that only measure
 
 
 def shm_missing() -> str:
@@ -41,15 +44,6 @@ def shm_missing() -> str:
     if sys.platform != "linux":
         return f"needs Linux, this is {sys.platform}"
     return "" if hasattr(_core, "Ring") else "tpkernels._core was not built, or without links"
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a transfer lies."""
-
-    slot: int
-    num_bytes: int
-    view: Tensor
 
 
 def ring_geometry(spec: LinkSpec) -> Any:
@@ -87,6 +81,10 @@ class ShmLink:
         """spin_s: how long a wait spins before it sleeps; silence_s: a peer without a heartbeat for so long counts as
         lost; timeout_s: the longest wait; poison: fill released slots with NaN, for tests. ValueError when the memory
         was made for another spec or another meeting."""
+        self.spec, self._segment, self._poison = spec, met, poison
+        self._sender, self._peer = sender, spec.destination if sender else spec.source
+        self._order = Order(spec)
+        self._views: dict[tuple[int, tuple[int, ...]], Tensor] = {}
         self._ring = _core.Ring(
             met.memory,
             ring_geometry(spec),
@@ -97,16 +95,10 @@ class ShmLink:
             timeout_s=timeout_s,
             socket=met.socket.fileno(),
             pidfd=met.pidfd,
+            dtype=spec.dtype,
+            refuse=partial(_refusal, self._order, spec),  # nothing that knows this object: it would never be freed
+            lose=partial(_lost, spec, self._peer),
         )
-        self.spec, self._segment, self._poison = spec, met, poison
-        self._peer = spec.destination if sender else spec.source
-        self._places: dict[tuple[Key, tuple[int, ...]], _Place] = {}
-        self._step: dict[Key, _Place] = {}
-        self._shapes: dict[Key, tuple[int, ...]] = {}
-        self._order: list[Key] = []
-        self._done = 0
-        self._held: set[Key] = set()
-        self._reserved: Key | None = None
 
     @staticmethod
     def open(spec: LinkSpec, group: dist.ProcessGroup, **options: Any) -> ShmLink:
@@ -120,57 +112,73 @@ class ShmLink:
             raise LinkError(f"{spec}: the two ends did not come together: {error}") from error
 
     def expect(self, transfers: Transfers) -> None:
-        shapes = dict(transfers)
-        if shapes != self._shapes or not self._step:
-            self._shapes, self._order = shapes, list(shapes)
-            self._step = {key: self._place(key, shape) for key, shape in shapes.items()}
-        self._done, self._reserved = 0, None
-        self._held.clear()
+        if self._order.expect(transfers):
+            shapes = self._order.shapes
+            self._ring.expect([self._transfer(key, self.spec.slot_of[key], shape) for key, shape in shapes.items()])
+        self._ring.begin()
+
+    # ---- sender
 
     def reserve(self, key: Key) -> Tensor:
-        place = self._next(key)
-        trouble = self._ring.reserve(place.slot)
-        if trouble is not None:
-            raise self._lost(key, trouble)
-        self._reserved = key
-        return place.view
+        slot: Tensor = self._ring.reserve(key)
+        return slot
 
     def put(self, key: Key, x: Tensor, residual: Tensor | None = None) -> None:
-        place = self._next(key)
-        if x.dtype is not self.spec.dtype or x.shape != place.view.shape:
-            check_put(self.spec, self._shapes, key, x)
-        if self._reserved is None and residual is None:
-            if not x.is_contiguous():
-                x = x.contiguous()
-            trouble = self._ring.put(place.slot, x.data_ptr(), place.num_bytes)
-            if trouble is not None:
-                raise self._lost(key, trouble)
+        if residual is None:
+            self._ring.put(key, x)
         else:
-            slot = place.view if self._reserved == key else self.reserve(key)
-            if residual is not None:
-                torch.add(x, residual, out=slot)
-            elif x.data_ptr() != slot.data_ptr():
-                slot.copy_(x)
-            self._reserved = None
-            self._ring.post(place.slot, place.num_bytes)
-        self._done += 1
+            self.put_sum(key, x, residual)
+
+    def put_sum(self, key: Key, x: Tensor, residual: Tensor) -> Tensor:
+        """Hand x + residual on, each tile as soon as it is added, and return it: the slot, a leaf that must not be
+        written."""
+        code, shape, dtype = fused.kernel_code(self.spec.dtype), self._order.shapes.get(key), self.spec.dtype
+        fits = x.shape == residual.shape == shape and x.dtype == residual.dtype == dtype
+        if shape is None or code is None or not fits:
+            total = torch.add(x, residual, out=self.reserve(key)) if fits else x + residual
+            self._ring.put(key, total)
+            return total.detach()
+        a, b = fused.as_rows(x), fused.as_rows(residual)
+        views = (a.data_ptr(), a.stride(0)), (b.data_ptr(), b.stride(0))
+        slot: Tensor = self._ring.put_sum(key, code, shape[-1], *views, torch.get_num_threads())
+        return slot
+
+    @property
+    def posted_at(self) -> float:
+        """Just before the last tile was posted, in seconds of `time.perf_counter`."""
+        at: float = self._ring.posted_at
+        return at
+
+    # ---- receiver
 
     def take(self, key: Key) -> Tensor:
-        place = self._next(key)
-        self._done += 1
-        if self.spec.resident:
-            x = place.view.detach()  # a leaf of its own: no gradient or hook of an earlier use
-            self._held.add(key)
-            trouble = self._ring.take(place.slot, place.num_bytes)
-        else:
-            x = torch.empty_like(place.view)
-            trouble = self._ring.take_copy(place.slot, x.data_ptr(), place.num_bytes)
-        if trouble is not None:
-            raise self._lost(key, trouble)
+        x: Tensor = self._ring.take(key, not self.spec.resident)
         return x
 
+    def take_norm(self, key: Key, weight: Tensor, bias: Tensor | None = None, *, eps: float, rms: bool) -> NormValues:
+        """The norm of the next slice, of each tile as soon as it is there. `total` is what `take` returns."""
+        code, shape = fused.kernel_code(self.spec.dtype), self._order.shapes.get(key)
+        fits = all(x is None or (x.dtype == self.spec.dtype and x.is_contiguous()) for x in (weight, bias))
+        if code is None or shape is None or not self.spec.resident or not fits or weight.shape != shape[-1:]:
+            x = self.take(key)
+            values = fused.norm_forward(fused.as_rows(x), weight, bias, eps=eps, rms=rms)
+            return values._replace(total=x, out=values.out.view(x.shape))
+        out = torch.empty(shape, dtype=self.spec.dtype)
+        rows = out.numel() // shape[-1]
+        mean, rstd = None if rms else torch.empty(rows, 1), torch.empty(rows, 1)
+        biases, means = 0 if bias is None else bias.data_ptr(), 0 if mean is None else mean.data_ptr()
+        into, threads = (out.data_ptr(), weight.data_ptr(), biases, means, rstd.data_ptr()), torch.get_num_threads()
+        x = self._ring.take_norm(key, code, rms, eps, shape[-1], into, threads)
+        return NormValues(x, out, mean, rstd)
+
+    @property
+    def arrived_at(self) -> float:
+        """When the last wait for a tile ended, or the last take began without one; seconds of `time.perf_counter`."""
+        at: float = self._ring.arrived_at
+        return at
+
     def verify(self, key: Key) -> None:
-        if self.spec.resident and not (key in self._held and self._ring.holds(self.spec.slot_of[key])):
+        if self.spec.resident and not self._ring.holds(key):
             raise LinkError(
                 f"{self.spec}: slot {self.spec.slot_of[key]} no longer holds {name(key)}: it was released or written "
                 f"over before its backward had run, so the gradients of this step are wrong."
@@ -179,79 +187,74 @@ class ShmLink:
     def release(self, key: Key) -> None:
         self.verify(key)
         if self.spec.resident:
-            self._held.remove(key)
-            self._ring.release(self.spec.slot_of[key], self._poison)
+            self._ring.release(key, self._poison)
+
+    # ---- both
 
     def finish(self) -> None:
-        if self._done != len(self._order):
-            raise LinkError(f"{self.spec}: transfers never made: {[name(key) for key in self._order[self._done :]]}.")
-        if self._held:
-            held = [name(key) for key in self._held]
-            raise LinkError(f"{self.spec}: slots still held at the end of the step: {held}.")
+        self._order.done = self._ring.done
+        self._order.finish(self._ring.held)
 
     def measure(self) -> Speed | None:
-        ring, rounds = self._ring, [0] * 40 + [self.spec.slot_bytes] * 6
-        if self._peer == self.spec.source:
-            for num_bytes in rounds:
-                self._check(ring.take(0, num_bytes))
-                ring.release(0, self._poison)
+        shapes: list[tuple[int, ...]] = [(1,)] * 40 + [self.spec.slot_shape] * 6
+        keys = [(FIRST_EXCHANGE, 0, index) for index in range(len(shapes))]
+        self._ring.expect([self._transfer(key, 0, shape) for key, shape in zip(keys, shapes, strict=True)])
+        if not self._sender:
+            for key in keys:
+                self._ring.take(key, not self.spec.resident)
+                if self.spec.resident:
+                    self._ring.release(key, self._poison)
+            self._ring.expect([])
             return None
         whole = torch.zeros(self.spec.slot_shape, dtype=self.spec.dtype)
-        seconds: dict[int, list[float]] = {num_bytes: [] for num_bytes in rounds}
-        for num_bytes in rounds:  # each waits for the release of the one before
+        seconds: dict[tuple[int, ...], list[float]] = {shape: [] for shape in shapes}
+        for key, shape in zip(keys, shapes, strict=True):  # each waits for the release of the one before
+            x = whole.flatten()[: math.prod(shape)].view(shape)
             began = time.perf_counter()
-            self._check(ring.put(0, whole.data_ptr(), num_bytes))
-            seconds[num_bytes].append(time.perf_counter() - began)
-        latency = statistics.median(seconds[0]) / 2
-        return Speed(latency * 1e6, self.spec.slot_bytes / min(seconds[self.spec.slot_bytes][1:]) / 1e9)
+            self._ring.put(key, x)
+            seconds[shape].append(time.perf_counter() - began)
+        self._ring.expect([])
+        latency = statistics.median(seconds[1,]) / 2
+        return Speed(latency * 1e6, self.spec.slot_bytes / min(seconds[self.spec.slot_shape][1:]) / 1e9)
 
     def close(self) -> None:
+        self._order.closed = True
         self._ring.close()
+        self._ring.expect([])  # lets go of the memory
+        self._views.clear()
         self._segment.close()
-        self._step.clear()
-        self._places.clear()
 
-    def _next(self, key: Key) -> _Place:
-        place = self._step.get(key)
-        if place is None or self._done == len(self._order) or self._order[self._done] != key:
-            raise self._out_of_order(key)
-        return place
+    def _transfer(self, key: Key, slot: int, shape: tuple[int, ...]) -> tuple[Key, int, tuple[int, ...], Tensor]:
+        if (slot, shape) not in self._views:
+            count, offset = math.prod(shape), self._ring.slot_offset(slot)
+            view = torch.frombuffer(self._segment.memory, dtype=self.spec.dtype, count=count, offset=offset)
+            self._views[slot, shape] = view.view(shape)
+        return key, slot, shape, self._views[slot, shape]
 
-    def _out_of_order(self, key: Key) -> LinkError:
-        if not self._step and self._order:
-            return LinkError(f"{self.spec}: this end was closed, {name(key)} cannot go over it.")
-        if key not in self._shapes:
-            return unplanned(self.spec, self._shapes, key)
-        expected = name(self._order[self._done]) if self._done < len(self._order) else "nothing more"
-        return LinkError(f"{self.spec}: asked for {name(key)}, but the plan's next transfer is {expected}.")
 
-    def _place(self, key: Key, shape: tuple[int, ...]) -> _Place:
-        if (key, shape) not in self._places:
-            slot, dtype = self.spec.slot_of[key], self.spec.dtype
-            count = torch.Size(shape).numel()
-            view = torch.frombuffer(
-                self._segment.memory, dtype=dtype, count=count, offset=self._ring.slot_offset(slot)
-            ).view(shape)
-            self._places[key, shape] = _Place(slot, count * dtype.itemsize, view)
-        return self._places[key, shape]
+def _refusal(order: Order, spec: LinkSpec, key: Key, x: Tensor | None, done: int) -> LinkError:
+    order.done = done
+    if x is not None:
+        try:
+            check_put(spec, order.shapes, key, x)
+        except LinkError as error:
+            return error
+    return order.refusal(key)
 
-    def _check(self, trouble: Any) -> None:
-        if trouble is not None:
-            raise self._lost(None, trouble)
 
-    def _lost(self, key: Key | None, trouble: Any) -> LinkError:
-        state = {
-            "closed": "has closed the link",
-            "gone": "is gone",
-            "silent": "stands still (stopped or frozen)",
-            "late": "is alive but did not come",
-        }[trouble.outcome]
-        what = "the first exchange" if key is None else f"stage {key[0]}, {name(key)}"
-        return LinkError(
-            f"{self.spec}: rank {self._peer} {state}: waited {trouble.seconds:.1f} s for {what} (slot {trouble.slot}, "
-            f"tile {trouble.tile}, wanted epoch {trouble.wanted}, saw {trouble.seen}).",
-            lost_peer=None if trouble.outcome == "late" else self._peer,
-        )
+def _lost(spec: LinkSpec, peer: int, key: Key, trouble: Any) -> LinkError:
+    state = {
+        "closed": "has closed the link",
+        "gone": "is gone",
+        "silent": "stands still (stopped or frozen)",
+        "late": "is alive but did not come",
+    }[trouble.outcome]
+    what = "the first exchange" if key[0] == FIRST_EXCHANGE else f"stage {key[0]}, {name(key)}"
+    return LinkError(
+        f"{spec}: rank {peer} {state}: waited {trouble.seconds:.1f} s for {what} (slot {trouble.slot}, "
+        f"tile {trouble.tile}, wanted epoch {trouble.wanted}, saw {trouble.seen}).",
+        lost_peer=None if trouble.outcome == "late" else peer,
+    )
 
 
 def meet(spec: LinkSpec, group: dist.ProcessGroup, offer: Callable[[int], Offer]) -> tuple[Segment, int]:

@@ -72,11 +72,16 @@ template <class TestRing> void run(char** arguments) {
       wait(ring, ring.for_credit(slot), use);
       ring.claim(slot);
       auto* const data = reinterpret_cast<uint32_t*>(ring.slot(slot));
+      uint32_t posted = 0; // tiles; now and then several at once
       for (uint32_t index = 0; index < words_of[use]; ++index) {
         data[index] = word(use, index);
-        if (index % 16 == 15 && index + 1 < words_of[use]) sleeper.maybe(), ring.post(slot, index / 16);
+        const uint32_t written = (index + 1) / 16;
+        if (written > posted && index + 1 < words_of[use] && sleeper.random() % 2) {
+          sleeper.maybe(), ring.post(slot, posted, written);
+          posted = written;
+        }
       }
-      ring.post(slot, (words_of[use] - 1) / 16);
+      ring.post(slot, posted, ring.tiles_of(words_of[use] * 4));
     }
   };
   std::thread sender;
