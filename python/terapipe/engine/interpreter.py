@@ -19,9 +19,11 @@ from torch.profiler import record_function
 
 from terapipe.engine.batch import Batch
 from terapipe.engine.stage import Stage
+from terapipe.models.half_blocks import Norm
 from terapipe.schedule import Action, Schedule, Transfer, sent_by, taken_by
 from terapipe.schedule import Link as PlannedLink
-from tpkernels.links import Key, Link, LocalLink
+from tpkernels.fused_reference import NormValues
+from tpkernels.links import Key, Link, LocalLink, ShmLink
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,25 @@ class _Hops:
     takes: _Hop | None
     puts: _Hop | None
     holds: tuple[_Hop, ...]
+    norm: Norm | None  # the first op behind the input, which waits for its rows itself
+
+
+class _Put:
+    """Adds a stage's last two summands where they are to go. posted_at: when they went, 0 as long as they have not."""
+
+    def __init__(self, hop: _Hop | None) -> None:
+        self._hop, self.posted_at = hop, 0.0
+
+    def sum(self, x: Tensor, residual: Tensor) -> Tensor:
+        assert self._hop is not None
+        link, key = self._hop.link, self._hop.key
+        if not isinstance(link, ShmLink):
+            memory = link.reserve(key)
+            fits = (x.dtype, x.shape) == (memory.dtype, memory.shape)  # `put` will say what is wrong
+            return torch.add(x, residual, out=memory) if fits else x + residual
+        total = link.put_sum(key, x, residual)
+        self.posted_at = link.posted_at
+        return total
 
 
 class RankProgram:
@@ -135,26 +156,37 @@ class RankProgram:
     def _run(self, action: Action) -> None:
         hops, evaluating = self._hops[action], self._scale is None
         began = time.perf_counter()
-        if hops.takes is not None:
-            arrived: Tensor | None = hops.takes.link.take(hops.takes.key)
-        else:
+        normed: NormValues | None = None
+        ready = 0.0
+        if hops.takes is None:
             arrived = self._beside.pop((action.stage, action.micro, action.slice), None)
-        ready = time.perf_counter()
+        elif hops.norm is not None and isinstance(hops.takes.link, ShmLink):
+            norm, link = hops.norm, hops.takes.link
+            normed = link.take_norm(hops.takes.key, norm.weight, norm.bias, eps=norm.eps, rms=norm.rms)
+            arrived, ready = normed.total, max(began, link.arrived_at)
+        else:
+            arrived = hops.takes.link.take(hops.takes.key)
+        ready = ready or time.perf_counter()
         stage, micro, piece = self.stages[action.stage], action.micro, action.slice
+        put = _Put(hops.puts)
         if action.is_forward:
-            reserve = None if hops.puts is None else partial(hops.puts.link.reserve, hops.puts.key)
-            output = stage.forward(micro, piece, arrived, self._micros[micro], reserve=reserve)
+            output = stage.forward(
+                micro, piece, arrived, self._micros[micro], normed=normed, out=None if hops.puts is None else put.sum
+            )
         else:
             gradient = self._scale if stage.last else arrived
             assert gradient is not None
-            output = stage.backward(micro, piece, gradient)
+            reserve = None if hops.puts is None else partial(hops.puts.link.reserve, hops.puts.key)
+            output = stage.backward(micro, piece, gradient, reserve=reserve)
             for hop in hops.holds:  # before a wrong gradient goes any further
                 hop.link.verify(hop.key)
         computed = time.perf_counter()
         if output is not None:
             if hops.puts is not None:
-                hops.puts.link.put(hops.puts.key, output)
-                self.sent[hops.puts.transfer] = (computed, time.perf_counter())
+                sent = put.posted_at or computed
+                if not put.posted_at:
+                    hops.puts.link.put(hops.puts.key, output)
+                self.sent[hops.puts.transfer] = (sent, time.perf_counter())
             else:
                 neighbour = action.stage + (1 if action.is_forward else -1)
                 self._beside[neighbour, micro, piece] = output
@@ -171,7 +203,11 @@ class RankProgram:
         takes = self._hop(taken_by(self.schedule, action))
         forward = Action(action.stage, "F", action.micro, action.slice)
         held = () if action.is_forward else (self._hop(taken_by(self.schedule, forward)), takes)
-        return _Hops(takes, self._hop(sent_by(self.schedule, action)), tuple(hop for hop in held if hop is not None))
+        fused = action.is_forward and takes is not None and takes.link.kind == "shm"
+        norm = self.stages[action.stage].entry_norm if fused else None
+        return _Hops(
+            takes, self._hop(sent_by(self.schedule, action)), tuple(hop for hop in held if hop is not None), norm
+        )
 
     def _hop(self, transfer: Transfer | None) -> _Hop | None:
         return None if transfer is None else _Hop(transfer, self.links[transfer.link], key_of(transfer))

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 import tpkernels
 from terapipe.engine.batch import Batch
+from terapipe.models.half_blocks import Entry, Norm, Out
+from tpkernels.fused_reference import NormValues
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(output of the last layer, targets int64 [b, t]) -> scalar: the sum over tokens that have a target."""
@@ -24,15 +26,18 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass
 class _Live:
-    """What one slice's forward keeps for its backward: a leaf (None on the first stage) and the root of its graph."""
+    """What one slice's forward keeps for its backward: a leaf (None on the first stage), the root of its graph, and
+    what the first layer was told."""
 
     leaf: Tensor | None
     root: Tensor
+    entry: Entry | None
 
 
 class Stage:
     """`layers` global name -> module, in order.  `slice_starts`, `slice_lengths` in tokens.  Layers with `make_cache`
-    get a prefix cache per micro; one that `writes_out` takes `out=`, memory which it may compute its result into."""
+    get a prefix cache per micro. A last layer that `adds_out` takes `out=`, which may add its two summands; a first one
+    with an `entry_norm` takes `entry=` (half_blocks.py)."""
 
     def __init__(
         self,
@@ -64,7 +69,10 @@ class Stage:
         self._masks: dict[int, tpkernels.Mask] = {}
         self._evaluating = False
         final = next(reversed(self.layers.values()))
-        self._writes_out = final if getattr(final, "writes_out", False) else None
+        self._adds_out = final if getattr(final, "adds_out", False) else None
+        self._entered = next(iter(self.layers.values()))
+        norm = None if first else getattr(self._entered, "entry_norm", None)
+        self.entry_norm: Norm | None = norm if type(norm) is Norm else None  # None: the first layer takes no `entry`
 
     def begin(self, *, evaluating: bool) -> None:
         """Start of a step: `evaluating` keeps no graph and frees a micro's caches with its last forward."""
@@ -78,12 +86,14 @@ class Stage:
         hidden: Tensor | None,
         batch: Batch,
         *,
-        reserve: Callable[[], Tensor] | None = None,
+        normed: NormValues | None = None,
+        out: Out | None = None,
     ) -> Tensor | None:
         """Hidden states of one slice, from the previous stage's (`None` on the first stage, which reads the tokens
         of `batch`, the micro's rows).
 
-        reserve: gives the memory for the output, asked for when a last layer that `writes_out` is about to run.
+        normed: the first layer's norm of `hidden`, for one with an `entry_norm`. out: may add the last layer's two
+        summands.
         Returns what the next stage needs; None on the last stage, which keeps the slice's loss sum."""
         start, length = self.slice_starts[piece], self.slice_lengths[piece]
         tokens = slice(start, start + length)
@@ -95,11 +105,15 @@ class Stage:
             x = leaf = hidden.requires_grad_(not self._evaluating)
         mask = self._mask(micro, batch)
         positions = mask.positions(start, length).to(self._device).expand(self._micro_size, length)
+        entry = None if self.entry_norm is None else Entry(normed)
         with torch.set_grad_enabled(not self._evaluating):
-            final = None if self.last or reserve is None else self._writes_out
             for layer, cache in zip(self.layers.values(), self._caches_of(micro), strict=True):
-                out = {"out": reserve()} if layer is final and reserve is not None else {}
-                x = layer(x, cache, mask, positions, **out)
+                told: dict[str, Any] = {}
+                if entry is not None and layer is self._entered:
+                    told["entry"] = entry
+                if out is not None and layer is self._adds_out and not self.last:
+                    told["out"] = out
+                x = layer(x, cache, mask, positions, **told)
             if self.last:
                 x = self._loss(x, batch.targets[:, tokens])
                 self._losses[micro, piece] = x.detach()
@@ -107,15 +121,19 @@ class Stage:
             if piece == len(self.slice_lengths) - 1:
                 self._finish(micro)
         else:
-            self._live[micro, piece] = _Live(leaf, x)
+            self._live[micro, piece] = _Live(leaf, x, entry)
         return None if self.last else x.detach()
 
-    def backward(self, micro: int, piece: int, gradient: Tensor) -> Tensor | None:
+    def backward(
+        self, micro: int, piece: int, gradient: Tensor, *, reserve: Callable[[], Tensor] | None = None
+    ) -> Tensor | None:
         """Adds to the parameters' `.grad` and returns the gradient of this slice's input (None on the first stage).
 
         `gradient` is that of the output; on the last stage the scalar that scales the loss sum (one over the number
-        of targets)."""
+        of targets). reserve: gives memory which the returned gradient may be computed into."""
         live = self._live.pop((micro, piece))
+        if live.entry is not None:
+            live.entry.gradient = reserve
         if live.root.requires_grad:  # a stage of frozen layers behind frozen layers has nothing to do
             torch.autograd.backward(live.root, gradient.to(live.root.dtype))
         if piece == 0:

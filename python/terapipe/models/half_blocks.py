@@ -4,6 +4,8 @@
 `mlp`: residual + down(activation(gate(norm)) * up(norm)). Autograd would see some ten small ops in each, and pay for
 their nodes, views and memory once a slice; here the ops between the GEMMs are one pass each (tpkernels.fused), the
 residual is added by a GEMM, weights' gradients are added in place (linear.py), and the backward keeps fewer tensors.
+At a stage's border the first norm waits for its rows, and the residual is added where the sum is wanted, row by row
+(`Entry`, `Out`).
 
 Each piece has its plain form beside it, which serves torch.compile, autocast, other devices and modules with hooks. The
 one trap: an autograd.Function here must not write to its inputs nor to the gradients it is given; buffers that it made
@@ -12,7 +14,8 @@ itself it reuses freely.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +24,21 @@ from torch import Tensor, nn
 from terapipe.models.linear import Linear, owned_gradient, weight_gradient
 from tpkernels import fused
 from tpkernels.fused import as_rows
+from tpkernels.fused_reference import NormValues
 
 TURNED = 2  # linears whose outputs turn with the position: q and k
+
+Out = Callable[[Tensor, Tensor], Tensor]
+"""Where a sum is wanted: (x, residual) -> x + residual."""
+
+
+@dataclass
+class Entry:
+    """What a stage's first layer is told about its input. normed: its norm, computed as the rows came; gradient: gives
+    the memory for the input's gradient, asked for in the backward; either may be None."""
+
+    normed: NormValues | None = None
+    gradient: Callable[[], Tensor] | None = None
 
 
 class Norm(nn.Module):
@@ -48,7 +64,13 @@ class Norm(nn.Module):
 
 
 def norm_linears(
-    hidden: Tensor, norm: Norm, linears: Sequence[Linear], *, head_dim: int | None = None, turns: Tensor | None = None
+    hidden: Tensor,
+    norm: Norm,
+    linears: Sequence[Linear],
+    *,
+    head_dim: int | None = None,
+    turns: Tensor | None = None,
+    entry: Entry | None = None,
 ) -> tuple[Tensor, ...]:
     """hidden [batch, tokens, hidden] -> itself, to be added to later, and each linear of its norm.
 
@@ -56,7 +78,7 @@ def norm_linears(
     1, head_dim / 2], turn the first two (q and k)."""
     parameters = _parameters(hidden, norm, *linears)
     if parameters is not None:
-        outputs: tuple[Tensor, ...] = _NormLinears.run(hidden, (norm.eps, norm.rms), head_dim, turns, *parameters)
+        outputs: tuple[Tensor, ...] = _NormLinears.run(hidden, (norm, entry), head_dim, turns, *parameters)
         return outputs
     normed = norm(hidden)
     outs = [linear(normed) for linear in linears]
@@ -76,16 +98,12 @@ def add_linear(residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
     return residual + linear(x.flatten(2))
 
 
-def mlp(
-    hidden: Tensor, norm: Norm, gate: Linear | None, up: Linear, down: Linear, *, out: Tensor | None = None
-) -> Tensor:
+def mlp(hidden: Tensor, norm: Norm, gate: Linear | None, up: Linear, down: Linear, *, out: Out | None = None) -> Tensor:
     """hidden + down(silu(gate(norm)) * up(norm)) of its norm; without gate hidden + down(gelu_tanh(up(norm))).
 
-    As one node the result is computed into `out`, memory without a gradient that nothing saves."""
+    out: adds the two summands [batch, tokens, hidden] in memory of its own, without a gradient, that nothing saves."""
     parameters = _parameters(hidden, norm, gate, up, down)
     if parameters is not None:
-        if out is not None and (out.dtype, out.shape) != (hidden.dtype, hidden.shape):
-            out = None  # whoever wants the result will say what is wrong with it
         result: Tensor = _Mlp.run(hidden, (norm.eps, norm.rms, out), *parameters)
         return result
     normed = norm(hidden)
@@ -131,29 +149,33 @@ class _Piece(torch.autograd.Function):
 
 
 class _NormLinears(_Piece):
-    """(hidden, (eps, rms), head_dim, turns, weight and bias of the norm and each linear) -> (hidden, *outputs)."""
+    """(hidden, (norm, entry), head_dim, turns, weight and bias of the norm and each linear) -> (hidden, *outputs)."""
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
-        settings: tuple[float, bool],
+        settings: tuple[Norm, Entry | None],
         head_dim: int | None,
         turns: Tensor | None,
         norm_weight: Tensor,
         norm_bias: Tensor | None,
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        x = as_rows(hidden)
-        values = fused.norm_forward(x, norm_weight, norm_bias, eps=settings[0], rms=settings[1])
-        outs = [_linear(values.out, weight, bias) for weight, bias in _pairs(parameters)]
+        x, (norm, entry) = as_rows(hidden), settings
+        if entry is None or entry.normed is None:
+            values = fused.norm_forward(x, norm_weight, norm_bias, eps=norm.eps, rms=norm.rms)
+        else:
+            values = entry.normed
+        normed = as_rows(values.out)
+        outs = [_linear(normed, weight, bias) for weight, bias in _pairs(parameters)]
         if turns is not None:
             assert head_dim is not None
             turns = turns.flatten(0, 2)
             for out in outs[:TURNED]:
                 fused.rotate(out, turns, head_dim=head_dim, out=out)
-        ctx.save_for_backward(x, values.out, values.mean, values.rstd, norm_weight, norm_bias, *parameters)
-        ctx.shape, ctx.head_dim, ctx.turns = hidden.shape, head_dim, turns
+        ctx.save_for_backward(x, normed, values.mean, values.rstd, norm_weight, norm_bias, *parameters)
+        ctx.shape, ctx.head_dim, ctx.turns, ctx.entry = hidden.shape, head_dim, turns, entry
         ctx.set_materialize_grads(False)
         shape = (*hidden.shape[:-1], -1) if head_dim is None else (*hidden.shape[:-1], -1, head_dim)
         return (hidden, *(out.view(shape) for out in outs))
@@ -174,7 +196,8 @@ class _NormLinears(_Piece):
                 dout = fused.rotate(dout, ctx.turns, head_dim=ctx.head_dim, inverse=True)
             of_parameters += _parameter_gradients(dout, normed, weight, needs[6 + 2 * index : 8 + 2 * index])
             of_normed = torch.mm(dout, weight) if of_normed is None else of_normed.addmm_(dout, weight)
-        dx, *of_norm = _through_norm(of_normed, x, norm_weight, norm_bias, mean, rstd, dhidden, needs[4:6])
+        memory = ctx.entry.gradient() if ctx.entry is not None and ctx.entry.gradient is not None else None
+        dx, *of_norm = _through_norm(of_normed, x, norm_weight, norm_bias, mean, rstd, dhidden, needs[4:6], out=memory)
         return (None if dx is None else dx.view(ctx.shape), None, None, None, *of_norm, *of_parameters)
 
 
@@ -203,7 +226,7 @@ class _Mlp(_Piece):
     def forward(
         ctx: Any,
         hidden: Tensor,
-        settings: tuple[float, bool, Tensor | None],
+        settings: tuple[float, bool, Out | None],
         norm_weight: Tensor,
         norm_bias: Tensor | None,
         *parameters: Tensor | None,
@@ -216,7 +239,9 @@ class _Mlp(_Piece):
         active = fused.gated_forward(gate, up, activation=_activation(up))
         ctx.save_for_backward(x, values.out, values.mean, values.rstd, norm_weight, norm_bias, *inner, *parameters)
         ctx.linears = len(into)
-        return _add_linear(x, active, down, down_bias, out=settings[2]).view(hidden.shape)
+        if settings[2] is not None:
+            return settings[2](_linear(active, down, down_bias).view(hidden.shape), hidden)
+        return _add_linear(x, active, down, down_bias).view(hidden.shape)
 
     @staticmethod
     def backward(ctx: Any, dhidden: Tensor) -> tuple[Tensor | None, ...]:
@@ -256,10 +281,8 @@ def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
 
 
-def _add_linear(
-    residual: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor | None = None
-) -> Tensor:
-    out = torch.addmm(residual, rows, weight.t(), out=None if out is None else out.view(residual.shape))
+def _add_linear(residual: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out = torch.addmm(residual, rows, weight.t())
     return out if bias is None else out.add_(bias)
 
 
@@ -279,15 +302,29 @@ def _through_norm(
     rstd: Tensor,
     dresidual: Tensor | None,
     wanted: Sequence[bool],
+    *,
+    out: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of the residual stream, with dresidual in it, in the memory of dout, and of the norm's parameters."""
+    """Gradients of the residual stream, with dresidual in it, in `out` or the memory of dout, and of the norm's
+    parameters."""
     if dout is None:
         return dresidual, None, None
+    if out is not None and (out.dtype, out.numel()) != (dout.dtype, dout.numel()):
+        out = None  # whoever wants the gradient will say what is wrong with it
     beside = None if dresidual is None else as_rows(dresidual)
+    dx = dout if out is None else out.view(dout.shape)
     of_weight = owned_gradient(weight) if wanted[0] else None
     of_bias = owned_gradient(bias) if wanted[1] else None
     found = fused.norm_backward(
-        dout, x, weight, mean, rstd, dresidual=beside, dx=dout, dweight=of_weight, dbias=of_bias
+        dout,
+        x,
+        weight,
+        mean,
+        rstd,
+        dresidual=beside,
+        dx=dx,
+        dweight=of_weight,
+        dbias=of_bias,
     )
     return (
         found.dx,

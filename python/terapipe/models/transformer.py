@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from terapipe.models.config import EMBEDDING, HEAD, ModelConfig, tied_parameters
-from terapipe.models.half_blocks import Norm, add_linear, mlp, norm_linears
+from terapipe.models.half_blocks import Entry, Norm, Out, add_linear, mlp, norm_linears
 from terapipe.models.linear import Linear
 from terapipe.models.rotary import RotaryAngles
 from tpkernels import Mask, PrefixCache, prefix_attention
@@ -54,7 +54,7 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block: attention over prefix and slice, then the MLP, each added to the residual."""
 
-    writes_out = True
+    adds_out = True  # takes out=
 
     def __init__(
         self, config: ModelConfig, angles: RotaryAngles | None, *, dtype: torch.dtype, device: DeviceLike
@@ -73,6 +73,11 @@ class Block(nn.Module):
         self.gate = linear(hidden, config.ffn_hidden) if config.mlp == "swiglu" else None
         self.up = linear(hidden, config.ffn_hidden)
         self.down = linear(config.ffn_hidden, hidden)
+
+    @property
+    def entry_norm(self) -> Norm:
+        """What forward begins with; it takes entry=."""
+        return self.attention_norm
 
     def make_cache(
         self,
@@ -94,12 +99,15 @@ class Block(nn.Module):
         mask: Mask,
         positions: Tensor,
         *,
-        out: Tensor | None = None,
+        entry: Entry | None = None,
+        out: Out | None = None,
     ) -> Tensor:
-        """out: where the result may go, for example a slot of the next stage; it does when the MLP is one node."""
+        """entry, out: the first and last op are a link's, where the layer begins or ends a stage."""
         turns = None if self.angles is None else self.angles(positions, dtype=hidden.dtype)
         linears = (self.query, self.key, self.value)
-        hidden, q, k, v = norm_linears(hidden, self.attention_norm, linears, head_dim=self.head_dim, turns=turns)
+        hidden, q, k, v = norm_linears(
+            hidden, self.attention_norm, linears, head_dim=self.head_dim, turns=turns, entry=entry
+        )
         hidden = add_linear(hidden, prefix_attention(q, k, v, cache, mask=mask), self.output)
         return mlp(hidden, self.mlp_norm, self.gate, self.up, self.down, out=out)
 
@@ -112,8 +120,14 @@ class Head(nn.Module):
         self.norm = make_norm(config, dtype=dtype, device=device)
         self.output = Linear(config.hidden, config.vocab, bias=False, dtype=dtype, device=device)
 
-    def forward(self, hidden: Tensor, cache: None, mask: Mask, positions: Tensor) -> Tensor:
-        _, logits = norm_linears(hidden, self.norm, (self.output,))
+    @property
+    def entry_norm(self) -> Norm:
+        return self.norm
+
+    def forward(
+        self, hidden: Tensor, cache: None, mask: Mask, positions: Tensor, *, entry: Entry | None = None
+    ) -> Tensor:
+        _, logits = norm_linears(hidden, self.norm, (self.output,), entry=entry)
         return logits
 
 

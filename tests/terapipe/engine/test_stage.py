@@ -13,7 +13,7 @@ from terapipe.engine import Batch
 from terapipe.engine.stage import Stage
 from terapipe.models import layers
 from terapipe.models.config import ModelConfig
-from tpkernels import Mask
+from tpkernels import Mask, fused
 
 CPU = torch.device("cpu")
 SLICES = (2, 1, 3)
@@ -191,21 +191,35 @@ def test_an_input_that_nothing_differentiates_gets_a_zero_gradient() -> None:
 
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 @pytest.mark.parametrize("training", [True, False])
-def test_a_last_block_computes_into_what_is_reserved_and_the_numbers_stay(mlp: Any, training: bool) -> None:
-    config = ModelConfig(vocab=9, hidden=8, layers=1, heads=2, max_tokens=6, mlp=mlp, bias=mlp == "gelu")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_what_a_link_computes_for_a_stage_changes_no_number(mlp: Any, training: bool, dtype: torch.dtype) -> None:
+    """The first norm, and memory for the sum behind the last layer and for the gradient of the input."""
+    norm: Any = "layernorm" if mlp == "gelu" else "rmsnorm"
+    config = ModelConfig(vocab=9, hidden=8, layers=1, heads=2, max_tokens=6, mlp=mlp, norm=norm, bias=mlp == "gelu")
     results = []
-    for reserved in (None, torch.full((2, 3, 8), torch.nan, dtype=torch.float64)):
-        block = layers(config, seed=1, dtype=torch.float64)["blocks.0"]()
-        settings = {"first": False, "last": False, "loss": None, "device": CPU, "dtype": torch.float64}
+    for fused_ops in (False, True):
+        block = layers(config, seed=1, dtype=dtype)["blocks.0"]()
+        settings = {"first": False, "last": False, "loss": None, "device": CPU, "dtype": dtype}
         stage = Stage(1, {"block": block}, slice_lengths=(3, 3), micro_size=2, **settings)  # type: ignore[arg-type]
         stage.begin(evaluating=not training)
-        hidden = torch.randn(2, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        reserve = None if reserved is None else partial(reserved.view, 2, 3, 8)
-        output = stage.forward(0, 0, hidden, BATCH, reserve=reserve)
+        hidden = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+        memory, normed = torch.full((2, 2, 3, 8), torch.nan, dtype=dtype), None
+        if fused_ops:
+            first = stage.entry_norm
+            assert first is block.attention_norm
+            rows = fused.norm_forward(hidden.view(6, 8), first.weight, first.bias, eps=first.eps, rms=first.rms)
+            normed = rows._replace(total=hidden, out=rows.out.view(2, 3, 8))
+            block.attention_norm.eps = float("nan")  # whoever computes the norm again is found out
+        out = partial(torch.add, out=memory[0]) if fused_ops else torch.add
+        output = stage.forward(0, 0, hidden, BATCH, normed=normed, out=out)
         assert output is not None and not output.requires_grad
         results.append([output])
-        if reserved is not None:
-            assert output.data_ptr() == reserved.data_ptr() and not reserved.requires_grad
         if training:
-            results[-1].append(stage.backward(0, 0, torch.ones_like(output)))
+            gradient = stage.backward(
+                0, 0, torch.ones_like(output), reserve=partial(memory.select, 0, 1) if fused_ops else None
+            )
+            assert gradient is not None
+            results[-1] += [gradient, *(parameter.grad for parameter in block.parameters())]
+        if fused_ops:
+            assert [x.data_ptr() for x in results[-1][:2]] == [x.data_ptr() for x in memory][: 1 + training]
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
