@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from terapipe.models.config import EMBEDDING, HEAD, ModelConfig
-from terapipe.planner.costs import BLOCK, DTYPE_BYTES, CostModel, CurveCost, LayerCosts, LinkModel, Overheads
+from terapipe.planner.costs import BLOCK, DTYPE_BYTES, CostModel, LayerCosts, LinkModel, Overheads
 from terapipe.planner.fit import Context
 from terapipe.planner.hardware import Hardware
+from terapipe.planner.pass_costs import CurveCost
 
 INTRA, INTER = "intra", "inter"
 BACKWARD_ATTENTION = 2.5  # FLOPs of attention's backward over its forward: five products for two

@@ -17,14 +17,12 @@ from terapipe.models.config import ModelConfig
 from terapipe.planner.costs import (
     PASSES,
     CostModel,
-    CurveCost,
-    GridCost,
     LayerCosts,
     LinkModel,
     Overheads,
-    PassCost,
 )
 from terapipe.planner.fit import Context
+from terapipe.planner.pass_costs import CurveCost, GridCost, PassCost
 
 FORMAT, VERSION = "terapipe-costs", 1
 PLAIN = ("source", "hardware", "dtype", "max_tokens", "tensor", "devices_per_node")  # fields that are JSON as they are

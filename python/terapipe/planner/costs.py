@@ -10,19 +10,20 @@ The trap: a full backward is the input gradient plus the weight gradient, never 
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from terapipe.models.config import EMBEDDING, HEAD, ModelConfig
-from terapipe.planner.fit import Context, FitError, Point, fit_context
+from terapipe.planner.pass_costs import CurveCost, PassCost, between, bracket, require_time
 from terapipe.planner.slicing import SliceCosts
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from terapipe.planner.slicing import Costs
 
 BLOCK = "block"
@@ -30,138 +31,6 @@ LAYER_KINDS = (EMBEDDING, BLOCK, HEAD)
 PASSES = ("forward", "input_grad", "weight_grad")
 SOURCES = ("measured", "analytic", "table")
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-
-
-def _require_time(what: str, value: float) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
-        raise ValueError(f"{what} is {value!r}; it must be a finite number from 0 up: measure it again, or correct it.")
-
-
-NO_CONTEXT = Context()
-FIT_ROUNDS = 5
-
-
-class PassCost(Protocol):
-    """Seconds of one pass over one layer: of a slice of `length` tokens behind a prefix of `start` tokens."""
-
-    def __call__(self, length: int, start: int) -> float: ...
-
-
-@dataclass(frozen=True)
-class CurveCost:
-    """A curve at start 0 (`lengths` ascending, `seconds`) and a context term.
-
-    Between two lengths the curve is a straight line plus the causal attention's `per_start_length * length^2 / 2`,
-    which is not straight; beyond the last length it goes on as the last two say; below the first it is constant.
-    """
-
-    lengths: tuple[int, ...]
-    seconds: tuple[float, ...]
-    context: Context = NO_CONTEXT
-
-    def __post_init__(self) -> None:
-        if len(self.lengths) != len(self.seconds) or not self.lengths:
-            raise ValueError(
-                f"a cost curve needs one time for each length, got {len(self.lengths)} lengths and "
-                f"{len(self.seconds)} seconds; give the missing ones."
-            )
-        if any(a >= b for a, b in itertools.pairwise(self.lengths)) or self.lengths[0] < 1:
-            raise ValueError(f"the lengths of a cost curve must ascend from at least 1, got {list(self.lengths)}.")
-        for length, value in zip(self.lengths, self.seconds, strict=True):
-            _require_time(f"the cost of {length} tokens", value)
-        for name, value in self.context._asdict().items():
-            _require_time(f"the context coefficient {name}", value)
-
-    @cached_property
-    def _known(self) -> dict[int, float]:
-        return {}
-
-    def base(self, length: int) -> float:
-        """At start 0."""
-        value = self._known.get(length)
-        if value is None:
-            value = self._known[length] = self._interpolate(length)
-        return value
-
-    def _interpolate(self, length: int) -> float:
-        lengths, seconds = self.lengths, self.seconds
-        if len(lengths) == 1 or length <= lengths[0]:
-            return seconds[0]
-        high = min(max(1, bisect.bisect_left(lengths, length)), len(lengths) - 1)
-        low = high - 1
-        attention = self.context.per_start_length / 2
-        first, last = (seconds[i] - attention * lengths[i] ** 2 for i in (low, high))
-        straight = first + (last - first) * (length - lengths[low]) / (lengths[high] - lengths[low])
-        return max(0.0, straight + attention * length**2)
-
-    def __call__(self, length: int, start: int) -> float:
-        return self.base(length) + self.context(length, start)
-
-    @classmethod
-    def fit(cls, points: Iterable[Point]) -> CurveCost:
-        """From measured points; where a (length, start) was measured several times, give the median.
-
-        Every length needs a point at start 0. What a length costs there is then told by all its points, less the
-        context term, which in turn is fitted to what is left of them: a few rounds of both.
-        """
-        found = sorted(points)
-        for point in found:
-            _require_time(f"the measured cost of {point.length} tokens behind {point.start}", point.seconds)
-        base = {point.length: point.seconds for point in found if point.start == 0}
-        if not base:
-            raise ValueError("a cost curve needs points at start 0, got none; measure slices without a prefix too.")
-        context = fit_context(found, base)
-        for _ in range(FIT_ROUNDS):
-            left: dict[int, list[float]] = {length: [] for length in base}
-            for point in found:
-                if point.length in base:
-                    left[point.length].append(point.seconds - context(point.length, point.start))
-            base = {length: max(0.0, sum(values) / len(values)) for length, values in left.items()}
-            context = fit_context(found, base)
-        return cls(tuple(base), tuple(base.values()), context)
-
-    def error(self, points: Iterable[Point]) -> FitError:
-        """Of this curve on `points`."""
-        return FitError.of(self(p.length, p.start) / p.seconds - 1 for p in points if p.seconds > 0)
-
-
-@dataclass(frozen=True)
-class GridCost:
-    """A table: `seconds[i][j]` of `lengths[j]` tokens behind `starts[i]`; bilinear between, linear beyond its ends."""
-
-    lengths: tuple[int, ...]
-    starts: tuple[int, ...]
-    seconds: tuple[tuple[float, ...], ...]
-
-    def __post_init__(self) -> None:
-        if not self.lengths or not self.starts:
-            raise ValueError("a cost table needs at least one length and one start.")
-        for name, axis in (("lengths", self.lengths), ("starts", self.starts)):
-            if any(a >= b for a, b in itertools.pairwise(axis)):
-                raise ValueError(f"the {name} of a cost table must ascend, got {list(axis)}.")
-        if len(self.seconds) != len(self.starts):
-            raise ValueError(
-                f"a cost table needs a row for each of {len(self.starts)} starts, got {len(self.seconds)}."
-            )
-        for start, row in zip(self.starts, self.seconds, strict=True):
-            if len(row) != len(self.lengths):
-                raise ValueError(
-                    f"the row of start {start} in a cost table has {len(row)} times for {len(self.lengths)} lengths; "
-                    f"give the missing ones."
-                )
-            for length, value in zip(self.lengths, row, strict=True):
-                _require_time(f"the cost of {length} tokens behind {start}", value)
-
-    def __call__(self, length: int, start: int) -> float:
-        row, beside = _bracket(self.starts, start)
-        column, next_column = _bracket(self.lengths, length)
-        values = [
-            _between(self.lengths, self.seconds[i], column, next_column, length) for i in dict.fromkeys((row, beside))
-        ]
-        if len(values) == 1:
-            return max(0.0, values[0])
-        share = (start - self.starts[row]) / (self.starts[beside] - self.starts[row])
-        return max(0.0, values[0] + (values[1] - values[0]) * share)
 
 
 @dataclass(frozen=True)
@@ -182,7 +51,7 @@ class LayerCosts:
 
     def __post_init__(self) -> None:
         for name in ("parameters", "saved_bytes_per_token", "cache_bytes_per_token", "accumulator_bytes_per_token"):
-            _require_time(name, getattr(self, name))
+            require_time(name, getattr(self, name))
         sizes = {name: sorted(getattr(self, name)) for name in PASSES}
         if not sizes["forward"] or any(found != sizes["forward"] for found in sizes.values()):
             raise ValueError(f"every pass of a layer needs the same micro sizes, at least one; got {sizes}.")
@@ -196,7 +65,7 @@ class LinkModel:
     bytes_per_s: float
 
     def __post_init__(self) -> None:
-        _require_time("latency_s of a link", self.latency_s)
+        require_time("latency_s of a link", self.latency_s)
         if not 0 < self.bytes_per_s < math.inf:
             raise ValueError(f"bytes_per_s of a link must be positive and finite, got {self.bytes_per_s!r}.")
 
@@ -224,19 +93,19 @@ class Overheads:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if name != "asleep":
-                _require_time(f"overhead {name}", value)
+                require_time(f"overhead {name}", value)
         for pair in self.asleep:
             if len(pair) != 2:
                 raise ValueError(f"overhead asleep needs pairs of seconds slept and seconds of an action, got {pair}.")
-            _require_time("the sleep of overhead asleep", pair[0])
-            _require_time(f"overhead asleep behind {pair[0]} s", pair[1])
+            require_time("the sleep of overhead asleep", pair[0])
+            require_time(f"overhead asleep behind {pair[0]} s", pair[1])
         if any(a[0] >= b[0] for a, b in itertools.pairwise(self.asleep)):
             raise ValueError(f"the sleeps of overhead asleep must ascend, got {[pair[0] for pair in self.asleep]}.")
 
     def woken_action_s(self, slept_s: float) -> float:
         """Of an action whose rank did nothing for so long: straight between what is known, constant beyond."""
         slept, seconds = zip(*self.asleep, strict=True)
-        return _between(slept, seconds, *_bracket(slept, slept_s), min(max(slept_s, slept[0]), slept[-1]))
+        return between(slept, seconds, *bracket(slept, slept_s), min(max(slept_s, slept[0]), slept[-1]))
 
 
 @dataclass(frozen=True)
@@ -374,18 +243,7 @@ class StageCosts:
         more = list(added) or [0.0] * units
         curves = [(cost, weight) for cost, weight in parts if isinstance(cost, CurveCost)]
         if len(curves) < len(parts):
-            import numpy as np
-
-            infinite = math.inf
-            return np.array(
-                [
-                    [
-                        sum(w * c((n + 1) * unit, s * unit) for c, w in parts) + more[n] if s + n < units else infinite
-                        for n in range(units)
-                    ]
-                    for s in range(units)
-                ]
-            )
+            return self._table(parts, unit, units, more)
         base = tuple(sum(w * c.base(n * unit) for c, w in curves) + more[n - 1] for n in range(1, units + 1))
         return SliceCosts(
             base,
@@ -393,6 +251,20 @@ class StageCosts:
             per_start=unit * sum(w * c.context.per_start for c, w in curves),
             per_start_length=unit * unit * sum(w * c.context.per_start_length for c, w in curves),
         )
+
+    def _table(
+        self, parts: Sequence[tuple[PassCost, float]], unit: int, units: int, more: Sequence[float]
+    ) -> np.ndarray:
+        """[starts, lengths] in units, infinite where a slice would end behind the sequence."""
+        import numpy as np
+
+        lengths, starts = np.arange(1, units + 1) * unit, np.arange(units) * unit
+        total = np.zeros((units, units))
+        for cost, weight in parts:
+            total += weight * cost.many(lengths, starts)
+        total += np.array(more)
+        total[starts[:, None] + lengths > units * unit] = math.inf
+        return total
 
     def _sum(self, name: str, micro_size: int, length: int, start: int) -> float:
         total = 0.0
@@ -412,15 +284,3 @@ def parameter_bytes(dtype: str, replicas: int = 1) -> float:
     and moments). Moments and masters are shared out over the replicas (ZeRO-1)."""
     weight = DTYPE_BYTES[dtype]
     return weight + 4 + (8 + (4 if weight < 4 else 0)) / replicas
-
-
-def _bracket(axis: Sequence[float], at: float) -> tuple[int, int]:
-    """The two indices between which `at` lies (the outermost two beyond the ends; one twice if there is only one)."""
-    high = min(max(1, bisect.bisect_left(axis, at)), len(axis) - 1)
-    return max(0, high - 1), high
-
-
-def _between(axis: Sequence[float], values: Sequence[float], low: int, high: int, at: float) -> float:
-    if low == high:
-        return values[low]
-    return values[low] + (values[high] - values[low]) * (at - axis[low]) / (axis[high] - axis[low])

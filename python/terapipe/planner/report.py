@@ -175,7 +175,7 @@ def _losers(found: Found) -> list[tuple[str, Ranked]]:
     """The runner-up, and the best of each kind that is not the chosen plan's."""
     best = found.best.candidate
     kinds: dict[str, Callable[[Ranked], bool]] = {
-        "runner-up": lambda one: True,
+        "runner-up": lambda one: one is not found.best,
         "without slices": lambda one: len(one.candidate.slices) == 1,
         "with slices": lambda one: len(one.candidate.slices) > 1,
         "another schedule": lambda one: one.candidate.schedule != best.schedule,

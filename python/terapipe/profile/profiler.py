@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from terapipe.models.config import EMBEDDING, HEAD, ModelConfig
 from terapipe.planner.analytic import layer_bytes
-from terapipe.planner.costs import BLOCK, DTYPE_BYTES, PASSES, CostModel, CurveCost, LayerCosts, LinkModel, Overheads
+from terapipe.planner.costs import BLOCK, DTYPE_BYTES, PASSES, CostModel, LayerCosts, LinkModel, Overheads
 from terapipe.planner.fit import FitError, Point
+from terapipe.planner.pass_costs import CurveCost
 from terapipe.profile.host import measure_overheads
 from terapipe.profile.links import measure_links
 from terapipe.profile.stages import Bench, Samples

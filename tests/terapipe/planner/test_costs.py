@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import time
 
+import numpy as np
 import pytest
 
 from terapipe.models.presets import PRESETS
 from terapipe.planner import cost_file
 from terapipe.planner.analytic import analytic_costs, matmul_weights, model_flops
-from terapipe.planner.costs import CurveCost, GridCost, Overheads, parameter_bytes
+from terapipe.planner.costs import Overheads, parameter_bytes
 from terapipe.planner.fit import Context, Point
 from terapipe.planner.hardware import HARDWARE, Value, hardware
+from terapipe.planner.pass_costs import CurveCost, GridCost
 from terapipe.planner.slicing import SliceCosts, cost_table
 
 
@@ -42,6 +45,31 @@ def test_a_table_is_bilinear():
     assert table(30, 50) == pytest.approx((3.0 + 4.5) / 2)
     assert table(80, 200) == pytest.approx(16.0)  # linear beyond both ends
     assert GridCost((10,), (0,), ((1.5,),))(99, 99) == 1.5
+
+
+@pytest.mark.parametrize(
+    "cost",
+    [
+        GridCost((10, 20, 47), (0, 100), ((1.1, 2.3, 4.7), (2.9, 3.1, 6.3))),
+        GridCost((10, 20), (7,), ((1.1, 0.3),)),
+        GridCost((10,), (0, 3, 9), ((1.1,), (0.7,), (0.1,))),
+        CurveCost((8, 100, 333), (1.1, 2.3, 9.7), Context(0.3, 1e-3, 1e-5)),
+    ],
+)
+def test_many_at_once_are_the_same_to_the_bit(cost):
+    lengths, starts = np.array([1, 9, 10, 11, 47, 333, 999]), np.array([0, 1, 7, 55, 100, 1234])
+    assert cost.many(lengths, starts).tolist() == [[cost(int(n), int(s)) for n in lengths] for s in starts]
+
+
+def test_a_table_of_many_units_is_laid_out_in_a_moment():
+    model, grid = costs(sizes=(1,)), GridCost((8, 4096), (0, 4096), ((1e-3, 2e-2), (2e-3, 3e-2)))
+    block = dataclasses.replace(model.layers["block"], forward={1: grid}, weight_grad={1: grid})
+    stage = dataclasses.replace(model, layers={**model.layers, "block": block}).stage(1, 9)
+    began = time.process_time()
+    table = cost_table(stage.slice_costs(1, unit=8, units=512))
+    assert time.process_time() - began < 0.5  # 0.03 s; a pair at a time took 1.5 s
+    tokens = (1, 8 * 77, 8 * 123)
+    assert table.cost(77, 123) == pytest.approx(stage.forward(*tokens) + stage.backward(*tokens))
 
 
 @pytest.mark.parametrize("bad", [math.nan, -1e-9, math.inf, None, True])

@@ -117,10 +117,11 @@ def test_175b_on_48_nodes_is_planned_in_seconds():
     began = time.process_time()
     asked = Request(ranks=384, tokens=2048, batch=2, memory_bytes=16e9, tensor=(1, 2, 4, 8))
     found = search(asked, costs_of)
-    assert time.process_time() - began < 10  # 1.8 s here
+    assert time.process_time() - began < 10  # 3 s here
     assert len(found.best.candidate.slices) > 1 and found.left_out == 0
     text = describe_found(found, asked, planned(found, costs_of(found.best.candidate.layout.tensor)))
     assert "without slices: " in text and "MFU" in text and "plans that lost" in text
+    assert f"runner-up: {found.ranked[1].candidate} " in text
     unsliced = next(one for one in found.ranked if len(one.candidate.slices) == 1)
     assert unsliced.prediction.step_s > 3 * found.best.prediction.step_s
 
