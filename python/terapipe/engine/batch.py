@@ -16,6 +16,15 @@ NO_TARGET = -100  # the ignore_index of torch's cross entropy
 
 
 @dataclass(frozen=True)
+class KnownIds:
+    """How many token and target ids a model knows, each from 0 up; None where nobody can tell: a first layer that looks
+    ids up in its own way, or a loss of one's own."""
+
+    tokens: int | None = None
+    targets: int | None = None
+
+
+@dataclass(frozen=True)
 class Batch:
     """`tokens` int64 [sequences, tokens]; `targets` the same shape, -100 where a token has no target;
     `document_starts` int32 [sequences, tokens] gives for each token the position at which its document starts, or
@@ -47,6 +56,14 @@ class Batch:
         """How many tokens have a target: the divisor of the loss."""
         return int((self.targets != NO_TARGET).sum())
 
+    def check_ids(self, known: KnownIds) -> None:
+        """ValueError for the first token or target that the model does not know: inside it, the same is a crash."""
+        _check_range(
+            self.tokens, "token", known.tokens, "use the tokeniser the model was made for, or a larger vocabulary"
+        )
+        remedy = f"{NO_TARGET} marks a token without a target"
+        _check_range(self.targets, "target", known.targets, remedy, besides=NO_TARGET)
+
     def digest(self) -> int:
         """20 bits of the contents, by which ranks notice that they were given different batches."""
         parts = [self.tokens, self.targets] + ([] if self.document_starts is None else [self.document_starts])
@@ -64,3 +81,17 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         starts = None if self.document_starts is None else self.document_starts.to(device, non_blocking=True)
         return Batch(self.tokens.to(device, non_blocking=True), self.targets.to(device, non_blocking=True), starts)
+
+
+def _check_range(ids: Tensor, what: str, known: int | None, remedy: str, *, besides: int | None = None) -> None:
+    if known is None or not ids.numel():
+        return
+    low, high = (int(extreme) for extreme in torch.aminmax(ids))
+    if high < known and (low >= 0 or (besides is not None and bool(((ids >= 0) | (ids == besides)).all()))):
+        return
+    wrong = ((ids < 0) & (ids != besides) if besides is not None else ids < 0) | (ids >= known)
+    row, position = wrong.nonzero()[0].tolist()
+    raise ValueError(
+        f"{what} id {int(ids[row, position])} (sequence {row}, position {position}) is outside the model's {known} "
+        f"{what} ids; {remedy}."
+    )

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from terapipe.engine.batch import NO_TARGET, Batch
+from terapipe.engine.batch import NO_TARGET, Batch, KnownIds
 from terapipe.engine.census import Tie, own_parameters, take_census
 from terapipe.engine.failure import (
     BETWEEN_STEPS,
@@ -46,6 +46,7 @@ from terapipe.engine.loss import cross_entropy_sum
 from terapipe.engine.reduction import copy_tied_values, squared_norms, sum_tied_gradients
 from terapipe.engine.stage import Loss, Stage
 from terapipe.engine.start import LayerSource, Start, check_layers, check_starts, choose_links
+from terapipe.engine.trial import joined, try_out
 from terapipe.engine.wiring import Expected, Wiring, link_specs, open_local_wiring, open_process_wiring
 from terapipe.models.linear import IN_PLACE
 from terapipe.schedule import Plan, check, ring_slots
@@ -96,7 +97,8 @@ class Pipeline:
     host). link_slots: 0, a slice stays in its slot until its backward (resident, as many slots as the plan needs); else
     it is copied out of a ring of so many. link_timeout: the longest wait for a slice. dtype: of hidden states and
     caches; parameters of 16 bits get fp32 gradients. stall_seconds: after so long in one action every rank's position
-    is logged. Raises ValueError before any work when layers, plan, processes and parameters do not fit.
+    is logged. One token runs through every layer here (trial.py). Raises ValueError before any work when layers, plan,
+    processes and parameters do not fit.
     """
 
     def __init__(
@@ -127,12 +129,14 @@ class Pipeline:
         owned_ranks = range(plan.ranks) if self._local else (self.rank,)
         stages: dict[int, dict[int, Stage]] = {rank: {} for rank in owned_ranks}
         own: dict[str, nn.Module] = {}
+        trials: list[KnownIds] = []
         trouble: Exception | None = None
         try:
             for rank in owned_ranks:
                 for index in plan.schedule.rank_stages(rank):
                     stages[rank][index] = self._build_stage(index, named, loss)
                     own |= stages[rank][index].layers
+                    trials.append(try_out(stages[rank][index], hidden_size=hidden_size))
         except Exception as error:  # the other ranks wait to hear from this one
             trouble = error
         failure = None if trouble is None else Failure(self.rank, "building its layers", words(trouble))
@@ -144,10 +148,9 @@ class Pipeline:
             "dtype": str(dtype),
             "links": f"{links} {link_slots}",
         }
-        reports = self._tell_all(Start(own_parameters(own, self.rank), given, failure))
-        if trouble is not None:
-            raise trouble
-        check_starts(reports, here=self.rank)
+        reports = self._tell_all(Start(own_parameters(own, self.rank), given, failure, joined(trials)))
+        check_starts(reports, here=self.rank, trouble=trouble)
+        self._ids = joined(report.ids for report in reports)
         self.census = take_census([report.parameters for report in reports], list(named), ties)
         self._parameters = {
             f"{layer}.{name}": parameter
@@ -340,6 +343,7 @@ class Pipeline:
                 f"{self.plan.micro_size} sequences, {self.plan.tokens} tokens each: give "
                 f"[{sequences}, {self.plan.tokens}]."
             )
+        batch.check_ids(self._ids)
         Mask(document_starts=batch.document_starts)  # refuses borders that are none, before any work is lost
         targets = batch.num_targets
         if targets == 0:

@@ -57,8 +57,8 @@ class Stage:
         self.first, self.last = first, last
         self.slice_lengths = slice_lengths
         self.slice_starts = tuple(sum(slice_lengths[:i]) for i in range(len(slice_lengths)))
-        self._micro_size, self._device, self._dtype = micro_size, device, dtype
-        self._loss = loss
+        self.micro_size, self.device, self.dtype = micro_size, device, dtype
+        self.loss = loss
         self._live: dict[tuple[int, int], _Live] = {}
         self._losses: dict[tuple[int, int], Tensor] = {}
         self._caches: dict[int, list[Any]] = {}  # micro -> one cache (or None) per layer
@@ -104,7 +104,7 @@ class Stage:
             assert hidden is not None
             x = leaf = hidden.requires_grad_(not self._evaluating)
         mask = self._mask(micro, batch)
-        positions = mask.positions(start, length).to(self._device).expand(self._micro_size, length)
+        positions = mask.positions(start, length).to(self.device).expand(self.micro_size, length)
         entry = None if self.entry_norm is None else Entry(normed)
         with torch.set_grad_enabled(not self._evaluating):
             for layer, cache in zip(self.layers.values(), self._caches_of(micro), strict=True):
@@ -115,7 +115,7 @@ class Stage:
                     told["out"] = out
                 x = layer(x, cache, mask, positions, **told)
             if self.last:
-                x = self._loss(x, batch.targets[:, tokens])
+                x = self.loss(x, batch.targets[:, tokens])
                 self._losses[micro, piece] = x.detach()
         if self._evaluating:
             if piece == len(self.slice_lengths) - 1:
@@ -161,6 +161,12 @@ class Stage:
             held.clear()
         self._free.clear()
 
+    def make_caches(self, tokens: int) -> list[Any]:
+        """A cache of `tokens` for each layer, None for one that has none."""
+        size = (self.micro_size, tokens, self.dtype, self.device)
+        makers = [getattr(layer, "make_cache", None) for layer in self.layers.values()]
+        return [None if make is None else make(*size) for make in makers]
+
     def cache_bytes(self) -> int:
         """Bytes of all prefix caches, accumulators not counted."""
         return sum(getattr(cache, "nbytes", 0) for caches in [*self._caches.values(), *self._free] for cache in caches)
@@ -176,16 +182,11 @@ class Stage:
 
     def _caches_of(self, micro: int) -> list[Any]:
         if micro not in self._caches:
-            caches = self._free.pop() if self._free else self._make_caches()
+            caches = self._free.pop() if self._free else self.make_caches(sum(self.slice_lengths))
             if not self._evaluating:
                 self._share_accumulators(caches)
             self._caches[micro] = caches
         return self._caches[micro]
-
-    def _make_caches(self) -> list[Any]:
-        size = (self._micro_size, sum(self.slice_lengths), self._dtype, self._device)
-        makers = [getattr(layer, "make_cache", None) for layer in self.layers.values()]
-        return [None if make is None else make(*size) for make in makers]
 
     def _share_accumulators(self, caches: list[Any]) -> None:
         """One pair per layer serves every micro; made with the first training step, so evaluation alone never pays

@@ -8,11 +8,12 @@ same answer: a rank that waits for one that gave up would hang.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch import nn
 
+from terapipe.engine.batch import KnownIds
 from terapipe.engine.census import OwnedParameter, own_parameters, refuse_shared
 from terapipe.engine.failure import Failure, PipelineError
 from terapipe.schedule import Plan
@@ -23,12 +24,13 @@ LayerSource = nn.Module | Callable[[], nn.Module]
 
 @dataclass(frozen=True)
 class Start:
-    """What every rank tells all others before the first step: what it holds, what it was given, or why it cannot
-    start."""
+    """What every rank tells all others before the first step: what it holds, what it was given, the ids that its layers
+    know, or why it cannot start."""
 
     parameters: list[OwnedParameter]
     given: dict[str, str]
     failure: Failure | None
+    ids: KnownIds = field(default_factory=KnownIds)
 
 
 def choose_links(links: str, plan: Plan, processes: int) -> bool:
@@ -63,15 +65,17 @@ def check_layers(named: Mapping[str, LayerSource], plan: Plan) -> None:
         )
 
 
-def check_starts(starts: Sequence[Start], *, here: int) -> None:
-    """Every rank built its layers, and was given what rank 0 was."""
-    for start in starts:
-        if start.failure is not None:
-            raise PipelineError(start.failure, here=here)
+def check_starts(starts: Sequence[Start], *, here: int, trouble: Exception | None = None) -> None:
+    """Every rank was given what rank 0 was, and built its layers; `trouble` is why this one did not."""
     for rank, start in enumerate(starts):
         for what, value in start.given.items():
             if value != starts[0].given[what]:
                 raise ValueError(
                     f"rank {rank} was given another {what} than rank 0; give every rank the same:\n"
                     f"rank 0: {starts[0].given[what]}\nrank {rank}: {value}"
-                )
+                ) from trouble
+    if trouble is not None:
+        raise trouble
+    for start in starts:
+        if start.failure is not None:
+            raise PipelineError(start.failure, here=here)

@@ -8,14 +8,14 @@ from terapipe.models.config import ModelConfig, tied_parameters
 from terapipe.models.presets import PRESETS
 
 if TYPE_CHECKING:
-    from terapipe.models.transformer import check_tokens, layers
+    from terapipe.models.transformer import layers
 
-__all__ = ["PRESETS", "ModelConfig", "check_tokens", "layers", "tied_parameters"]
+__all__ = ["PRESETS", "ModelConfig", "layers", "tied_parameters"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("check_tokens", "layers"):
+    if name == "layers":
         from terapipe.models import transformer
 
-        return getattr(transformer, name)
+        return transformer.layers
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -26,7 +26,7 @@ from terapipe.models.linear import Linear
 from terapipe.models.rotary import RotaryAngles
 from tpkernels import Mask, PrefixCache, prefix_attention
 
-__all__ = ["Block", "Embedding", "Head", "check_tokens", "layers", "tied_parameters"]
+__all__ = ["Block", "Embedding", "Head", "layers", "tied_parameters"]
 
 DeviceLike = torch.device | str | None
 
@@ -176,27 +176,6 @@ def initialise(layer: nn.Module, name: str, config: ModelConfig, *, seed: int) -
             spread = config.initial_std / (math.sqrt(2 * config.layers) if adds_to_residual else 1.0)
             generator = torch.Generator().manual_seed(_derived_seed(seed, ties.get(global_name, global_name)))
             parameter.copy_(torch.empty(parameter.shape).normal_(0.0, spread, generator=generator))
-
-
-def check_tokens(tokens: Tensor, config: ModelConfig) -> None:
-    """Refuse token ids [batch, tokens] outside the vocabulary and sequences longer than a learned position table.
-
-    Meant for host tensors, once a batch, before any work: inside the model the same mistake is a crash or nonsense.
-    """
-    if config.position == "learned" and tokens.shape[-1] > config.max_tokens:
-        raise ValueError(
-            f"the sequence has {tokens.shape[-1]} tokens, but the model has learned positions for max_tokens "
-            f"{config.max_tokens}; shorten the sequence or raise max_tokens."
-        )
-    if tokens.numel() == 0:
-        return
-    low, high = (int(extreme) for extreme in torch.aminmax(tokens))
-    if low < 0 or high >= config.vocab:
-        row, position = (int(index) for index in ((tokens < 0) | (tokens >= config.vocab)).nonzero()[0])
-        raise ValueError(
-            f"token id {int(tokens[row, position])} (sequence {row}, position {position}) is outside the vocabulary of "
-            f"{config.vocab}; use the tokeniser the model was made for, or raise vocab."
-        )
 
 
 def _derived_seed(seed: int, name: str) -> int:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from terapipe.engine import Batch
+from terapipe.engine.batch import KnownIds
 
 TOKENS = torch.arange(12).view(3, 4)
 TARGETS = TOKENS.where(TOKENS % 5 != 0, -100)
@@ -46,3 +47,35 @@ def test_targets_are_counted_and_the_digest_sees_every_part() -> None:
     digests = [other.digest() for other in [batch, *others, Batch(TOKENS, TARGETS, changed[2].int())]]
     assert len(set(digests)) == len(digests) and all(0 <= digest < 2**20 for digest in digests)
     assert Batch(TOKENS.T.contiguous().T, TARGETS.clone(), STARTS).digest() == batch.digest()
+
+
+@pytest.mark.parametrize(
+    ("known", "match"),
+    [
+        (
+            KnownIds(tokens=11),
+            r"token id 11 \(sequence 2, position 3\) is outside the model's 11 token ids; use the tok",
+        ),
+        (
+            KnownIds(targets=9),
+            r"target id 9 \(sequence 2, position 1\) is outside the model's 9 target ids; -100 marks",
+        ),
+        (KnownIds(tokens=12, targets=12), None),
+        (KnownIds(), None),
+    ],
+    ids=str,
+)
+def test_the_first_id_that_the_model_does_not_know_is_named(known: KnownIds, match: str | None) -> None:
+    if match is None:
+        Batch(TOKENS, TARGETS).check_ids(known)
+    else:
+        with pytest.raises(ValueError, match=match):
+            Batch(TOKENS, TARGETS).check_ids(known)
+
+
+@pytest.mark.parametrize("wrong", [-1, -101, -(2**40), 2**40])
+def test_only_one_negative_target_means_none(wrong: int) -> None:
+    with pytest.raises(ValueError, match=f"target id {wrong} "):
+        Batch(TOKENS, TARGETS.where(TOKENS != 6, wrong)).check_ids(KnownIds(12, 12))
+    with pytest.raises(ValueError, match=f"token id {wrong} "):
+        Batch(TOKENS.where(TOKENS != 6, wrong), TARGETS).check_ids(KnownIds(12, 12))

@@ -280,7 +280,7 @@ def bad_starts(rank: int, ranks: int) -> dict[str, str]:
         "ties": lambda: Pipeline(layers, _plan(ranks), hidden_size=4, ties=[("0.weight", "1.weight")] if odd else []),
         "ranks": lambda: Pipeline(layers, _plan(ranks - 1), hidden_size=4),
         "shared": lambda: Pipeline([layers[0], layers[1], layers[2], layers[0]], _plan(ranks), hidden_size=4),
-        "shapes": lambda: _step_and_close(_pipeline(ranks, dtype=torch.float64)),
+        "shapes": lambda: _pipeline(ranks, dtype=torch.float64),
         "batch": lambda: _step_and_close(_pipeline(ranks), _batch(seed=int(odd))),
     }
     heard = {}
