@@ -45,6 +45,8 @@ def run(modules: Mapping[str, Path], name: str, *, json_file: Path | None, plot_
     module = importlib.import_module(f"benchmarks.bench_{name}")
     if plot_file is not None and not hasattr(module, "plot"):
         raise ValueError(f"benchmark {name} draws no plot; use --json.")
+    if plot_file is not None and plot_file.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--plot {plot_file} ends in none of .png, .svg and .pdf; give it one of these.")
     rows = [_as_row(row) for row in module.run()]
     world = launched_world()
     if world is not None and world.rank > 0:

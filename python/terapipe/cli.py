@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from terapipe import __version__
+from terapipe import __version__, files
 from terapipe.names import unknown
-from terapipe.world import World, launched_world
+from terapipe.world import ALONE, World, launched_world
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
+OUTPUTS = ("--json", "--plot", "--out", "--html", "--png", "--perfetto")  # options that name a file to write
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +56,18 @@ def _dispatch(arguments: list[str]) -> int:
     name = arguments[0]
     if name not in VERBS:
         raise ValueError(unknown("verb", name, VERBS))
+    _check_outputs(arguments[1:])
     return VERBS[name](arguments[1:])
+
+
+def _check_outputs(arguments: list[str]) -> None:
+    """ValueError for a file that cannot be written, before the work whose result it would hold."""
+    if (launched_world() or ALONE).rank > 0:
+        return
+    for option, following in itertools.pairwise([*arguments, "-"]):
+        name, _, value = option.partition("=")
+        if name in OUTPUTS and (value or not following.startswith("-")):
+            files.check_file(Path(value or following), name)
 
 
 def _overview() -> str:
@@ -191,6 +205,8 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
 }
 
 
-def _write_json(path: Path, value: Any) -> None:
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    """A loss that is not a number becomes null: JSON has no NaN, and the rest of the result still counts."""
+    plain = {key: None if isinstance(item, float) and not math.isfinite(item) else item for key, item in value.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, indent=2, default=str, allow_nan=False) + "\n")
+    path.write_text(json.dumps(plain, indent=2, default=str, allow_nan=False) + "\n")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -17,6 +16,7 @@ from typing import Annotated, Literal, TypeVar
 
 import tyro
 
+from terapipe import files
 from terapipe.planner import cost_file, plan_file
 from terapipe.planner.analytic import analytic_costs
 from terapipe.planner.candidates import Request
@@ -27,6 +27,7 @@ from terapipe.planner.report import describe_found, describe_run, found_rows
 from terapipe.planner.search import MOST_TENSOR, search
 from terapipe.schedule import GENERATORS, trace
 from terapipe.train.config import ModelSettings
+from terapipe.world import ALONE, launched_world
 
 Command = TypeVar("Command")
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
@@ -96,6 +97,7 @@ class SimulateCommand:
 
 def plan(arguments: Sequence[str]) -> int:
     command = _parse(PlanCommand, arguments, "plan")
+    files.check_file(command.out, "--out")
     memory = None if command.memory is None else parse_bytes(command.memory)
     if Path(command.hardware).suffix == ".json":
         costs = cost_file.load(Path(command.hardware))
@@ -174,6 +176,8 @@ def _request(
 
 def profile(arguments: Sequence[str]) -> int:
     command = _parse(ProfileCommand, arguments, "profile")
+    if (launched_world() or ALONE).rank == 0:
+        files.check_file(command.out, "--out")
     model = command.model.resolve()
     if command.local_ranks < 1 or command.rounds < 1 or command.tokens < 2:
         raise ValueError(
@@ -183,7 +187,7 @@ def profile(arguments: Sequence[str]) -> int:
     from terapipe.engine import launch
     from terapipe.profile import Profiler
 
-    if "RANK" not in os.environ and command.local_ranks > 1:
+    if launched_world() is None and command.local_ranks > 1:
         return launch.run_local(command.local_ranks, ["profile", *arguments], threads=command.threads_per_rank)
     world = launch.initialize()
     try:

@@ -203,5 +203,5 @@ def test_a_new_run_keeps_the_earlier_config(tmp_path: Path) -> None:
 
 def test_a_run_folder_below_a_file_is_refused_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="file is a file, but the run needs a folder at"):
+    with pytest.raises(ValueError, match="file is a file, but a folder is needed at"):
         check_start(with_changes(TINY, run_dir=tmp_path / "file" / "runs" / "x"), world=World(), resume=False)

@@ -1,0 +1,81 @@
+"""Files: what cannot be written is known before any work, and finding out leaves nothing behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from terapipe import cli, files
+
+
+def _everything(folder: Path) -> set[Path]:
+    return set(folder.rglob("*"))
+
+
+@pytest.mark.parametrize("name", ["new.json", "a/b/new.json", "there.json"])
+def test_a_place_that_can_be_written_stays_as_it_was(tmp_path: Path, name: str) -> None:
+    (tmp_path / "there.json").write_text("kept")
+    before = _everything(tmp_path)
+    files.check_file(tmp_path / name, "--json")
+    assert _everything(tmp_path) == before
+    assert (tmp_path / "there.json").read_text() == "kept"
+
+
+def test_impossible_places_are_named_with_their_option(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    before = _everything(tmp_path)
+    for name, why in (("folder", "Is a directory"), ("file/x.json", "File exists|Not a directory")):
+        with pytest.raises(ValueError, match=rf"--out .*{name} cannot be written: ({why}); name another file"):
+            files.check_file(tmp_path / name, "--out")
+    with pytest.raises(ValueError, match=r"file is a file, but a folder is needed at .*; choose another --run-dir"):
+        files.check_folder(tmp_path / "file" / "below", "--run-dir")
+    files.check_folder(tmp_path / "folder" / "new", "--run-dir")
+    assert _everything(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "--json", "{}"],
+        ["train", "--json={}"],
+        ["env", "--json", "{}"],
+        ["bench", "attention", "--json", "{}"],
+        ["bench", "attention", "--plot", "{}"],
+        ["plan", "--ranks", "2", "--json", "{}"],
+        ["plan", "--out", "{}"],
+        ["profile", "--out", "{}"],
+        ["reproduce", "--json", "{}"],
+        *(["simulate", "plan.json", option, "{}"] for option in ("--html", "--png", "--perfetto", "--json")),
+    ],
+    ids=" ".join,
+)
+def test_every_verb_refuses_an_impossible_place_before_it_begins(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def began(arguments: list[str]) -> int:
+        raise AssertionError("the verb began")
+
+    monkeypatch.delenv("TPK_LOG", raising=False)
+    monkeypatch.setitem(cli.VERBS, arguments[0], began)
+    (tmp_path / "file").touch()
+    assert cli.main([argument.format(tmp_path / "file" / "x.json") for argument in arguments]) == 2
+    assert "x.json cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["plan", "profile"])
+def test_the_default_place_is_tried_too(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TPK_LOG", raising=False)
+    monkeypatch.chdir(tmp_path)
+    for name in ("plan.json", "costs.json"):
+        (tmp_path / name).mkdir()
+    assert cli.main([verb]) == 2
+    assert "--out" in capsys.readouterr().err
+
+
+def test_a_result_without_a_number_is_still_written(tmp_path: Path) -> None:
+    cli._write_json(tmp_path / "a" / "result.json", {"loss": float("nan"), "steps": 3, "run_dir": tmp_path})
+    assert '"loss": null' in (tmp_path / "a" / "result.json").read_text()
