@@ -164,6 +164,7 @@ class Ring:
     ) -> None: ...
     done: int
     held: list[Any]
+    began_at: float
     arrived_at: float
     posted_at: float
     def slot_offset(self, slot: int) -> int: ...

@@ -84,6 +84,7 @@ class PyRing {
   void begin() { step_.begin(); }
   size_t done() const { return step_.done(); }
   py::list held() const { return step_.held(); }
+  double began_at() const { return seconds(began_at_); }
   double arrived_at() const { return seconds(arrived_at_); }
   double posted_at() const { return seconds(posted_at_); }
   /// Tests: `watch(action, tile)` before each action; it may raise, or return true to have the action left out.
@@ -157,6 +158,7 @@ class PyRing {
     const auto [out, weight, bias, mean, rstd] = into;
     Transfer& transfer = next(key);
     const RowFormat format{static_cast<tpk::DType>(dtype), columns};
+    began_at_ = Clock::now();
     py::object x = call(transfer.view, Names::get().detach);
     begin_use(transfer, true);
     const tpk::cpu::RowsView slot{ring_->slot(transfer.slot), columns}, normed = rows_at({out, columns});
@@ -304,7 +306,7 @@ class PyRing {
   py::object watch_;
   std::unique_ptr<Ring<>> ring_;
   Step step_;
-  Clock::time_point arrived_at_, posted_at_; // the last wait's end, and just before the last post
+  Clock::time_point began_at_, arrived_at_, posted_at_; // the last take's begin, the last wait's end, just before the last post
 };
 
 } // namespace
@@ -336,6 +338,7 @@ void bind_links(py::module_& m) {
       .def("begin", &PyRing::begin)
       .def_property_readonly("done", &PyRing::done)
       .def_property_readonly("held", &PyRing::held)
+      .def_property_readonly("began_at", &PyRing::began_at)
       .def_property_readonly("arrived_at", &PyRing::arrived_at)
       .def_property_readonly("posted_at", &PyRing::posted_at)
       .def("watch", &PyRing::watch)

@@ -116,7 +116,8 @@ template <class Order = Orders> class Ring {
 
   void claim(uint32_t slot) {
     ++uses_[slot];
-    claimed(slot).exchange(uses_[slot], std::memory_order_seq_cst); // before any byte of the slot
+    claimed(slot).exchange(uses_[slot], std::memory_order_seq_cst);                // before any byte of the slot
+    if (patience_.spin.count() > 0) wake(slot * geometry().tiles, epoch(slot, 0)); // waking up takes as long as writing some tiles
   }
 
   /// Posts tiles [first, end), all before `first` having been posted. The receiver waits for the lowest tile it lacks, so that one goes
@@ -166,7 +167,10 @@ template <class Order = Orders> class Ring {
     wait.waited += slept, wait.silent += slept;
     // What came before the peer went is still good.
     wait.seen = word.load(std::memory_order_acquire);
-    return reached(wait.seen, wait.wanted) ? Outcome::reached : outcome;
+    if (reached(wait.seen, wait.wanted)) return Outcome::reached;
+    if (role_ == Role::receiver && claimed(wait.slot).load(std::memory_order_relaxed) == wait.wanted)
+      wait.spun = false; // it is being written
+    return outcome;
   }
 
   /// Tells the peer that nothing more will come from here.

@@ -172,10 +172,10 @@ class ShmLink:
         return NormValues(x, out, mean, rstd)
 
     @property
-    def arrived_at(self) -> float:
-        """When the last wait for a tile ended, or the last take began without one; seconds of `time.perf_counter`."""
-        at: float = self._ring.arrived_at
-        return at
+    def waited(self) -> tuple[float, float]:
+        """Of the last `take_norm`, in seconds of `time.perf_counter`: when it began to wait, with memory for the norm at
+        hand, and when its last wait for a tile ended, or it found the first one there."""
+        return self._ring.began_at, self._ring.arrived_at
 
     def verify(self, key: Key) -> None:
         if self.spec.resident and not self._ring.holds(key):

@@ -163,7 +163,7 @@ class RankProgram:
         elif hops.norm is not None and isinstance(hops.takes.link, ShmLink):
             norm, link = hops.norm, hops.takes.link
             normed = link.take_norm(hops.takes.key, norm.weight, norm.bias, eps=norm.eps, rms=norm.rms)
-            arrived, ready = normed.total, max(began, link.arrived_at)
+            arrived, (began, ready) = normed.total, link.waited
         else:
             arrived = hops.takes.link.take(hops.takes.key)
         ready = ready or time.perf_counter()
