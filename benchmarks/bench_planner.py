@@ -1,9 +1,9 @@
 """Exact slicing: seconds and evaluations by number of units, on costs that are easy and on tables made to be hard.
 
-`seconds` is the median of the rounds for one answer from the costs as a user has them: a curve (`SliceCosts`) or an
-array, laying out the table included; `best_s` the best round, which matters on a shared machine. Each answer is checked
-before it is timed: its slices cost what it says, and no uniform slicing costs less. One thread; nothing is random from
-run to run.
+`seconds` is the median of the rounds for one answer from the costs as a user has them, laying out the table included: a
+curve (`SliceCosts`), an array, or a `CostModel` of 175B (analytic or a table) that is made anew each time. `best_s` is
+the best round, which matters on a shared machine. Each answer is checked before it is timed: its slices cost what it
+says, and no uniform slicing costs less. One thread; nothing is random from run to run.
 
 In the hard families every number of equal slices costs a step the same (t = c * l / (units + (stages - 1) * l)), so
 that only noise tells one t_max from another and no bound cuts anything off.
@@ -14,20 +14,26 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from terapipe.models.presets import PRESETS
 from terapipe.planner import SliceCosts, Slicing, cost_table, slice_batch
+from terapipe.planner.analytic import analytic_costs
+from terapipe.planner.costs import BLOCK
+from terapipe.planner.hardware import HARDWARE
+from terapipe.planner.pass_costs import GridCost
 from terapipe.planner.slicing import CostTable
 
 SIZES = ((256, 96), (512, 64), (1024, 64), (2048, 64), (4096, 64))
 ROUNDS = 5
+MODEL = PRESETS["gpt3_175b"]()
 LONGEST_BATCH = 8  # sequences, in the family that chooses micro sizes too
 
-Costs = Mapping[int, Any]  # by micro size
+Costs = Mapping[int, Any]  # by micro size; a callable is called within the time
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,23 @@ def _micro_sizes(units: int, stages: int) -> Costs:
     }
 
 
+def _model(*, table: bool) -> Callable[[int, int], Costs]:
+    def make(units: int, stages: int) -> Costs:
+        unit = 512
+        grid = GridCost((unit, units * unit), (0, units * unit), ((1e-3, 1e-3 * units), (3e-3, 3e-3 * units)))
+
+        def stage_costs() -> Any:
+            costs = analytic_costs(MODEL, HARDWARE["v100-p3.16xlarge"], max_tokens=units * unit, tensor=8)
+            if table:
+                block = replace(costs.layers[BLOCK], forward={1: grid}, input_grad={1: grid}, weight_grad={1: grid})
+                costs = replace(costs, layers={**costs.layers, BLOCK: block})
+            return costs.stage(1, 3).slice_costs(1, unit=unit, units=units)
+
+        return {1: stage_costs}
+
+    return make
+
+
 FAMILIES: dict[str, Callable[[int, int], Costs]] = {
     "attention": _attention,
     "saturating GEMM": _saturating,
@@ -128,19 +151,21 @@ FAMILIES: dict[str, Callable[[int, int], Costs]] = {
     "hard, noise 1e-3": _hard(1e-3),
     "hard, noise 1e-1": _hard(1e-1),
     "micro sizes": _micro_sizes,
+    "cost model, analytic": _model(table=False),
+    "cost model, table": _model(table=True),
 }
 
 
 def _measure(family: str, make: Callable[[int, int], Costs], units: int, stages: int) -> Row:
     costs = make(units, stages)
     batch = max(costs)
-    tables = {size: cost_table(cost) for size, cost in costs.items()}
+    tables = {size: cost_table(cost) for size, cost in _called(costs).items()}
     found = slice_batch(tables, stages=stages, batch=batch)
     _check(found, tables, stages, batch)
     seconds = []
     for _ in range(ROUNDS):
         begun = time.perf_counter()
-        again = slice_batch(costs, stages=stages, batch=batch)
+        again = slice_batch(_called(costs), stages=stages, batch=batch)
         seconds.append(time.perf_counter() - begun)
         if again != found:
             raise RuntimeError(f"two searches of the same costs disagree: {found} and {again}")
@@ -154,6 +179,10 @@ def _measure(family: str, make: Callable[[int, int], Costs], units: int, stages:
         slices=sum(micro.count * len(micro.slices) for micro in found.micros),
         exact=found.exact,
     )
+
+
+def _called(costs: Costs) -> Costs:
+    return {size: cost() if callable(cost) else cost for size, cost in costs.items()}
 
 
 def _check(found: Slicing, tables: Mapping[int, CostTable], stages: int, batch: int) -> None:
