@@ -8,8 +8,10 @@ prediction is then made from the profile alone; nothing in it comes from the ste
 Cases of kind "sleep" have stages that do nothing but sleep what a model of costs says, one process a stage: cores do
 not multiply, so this tests simulator, links and host overhead with more ranks than cores.
 
-Every case is a part of its own (`parts=` of `run`, or the names behind `python -m benchmarks.bench_prediction`), since
-all of them take half an hour: finished parts are kept in the folder that TERAPIPE_PARTS names and not run again.
+A real case has a final in a launch of its own: the planner's pick and the two fastest others take many more turns.
+
+Every case can be asked for by name (`parts=` of `run`, or behind `python -m benchmarks.bench_prediction`), since all of
+them take half an hour: what is finished is kept in the folder that TERAPIPE_PARTS names and not run again.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import contextlib
 import ctypes
 import json
 import os
+import pickle
 import statistics
 import sys
 import tempfile
@@ -32,12 +35,14 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from terapipe.models.config import ModelConfig
     from terapipe.planner.costs import CostModel
     from terapipe.schedule import Plan
 
 Row = dict[str, Any]
 MODULE = "benchmarks.bench_prediction"
 REPEATS = 4  # of a turn that others disturbed
+FINAL_S = 60.0  # of the final between the planner's pick and the fastest two others
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,14 @@ class Case:
     slices: tuple[int, ...] = (1, 2, 4, 8, 16)
 
 
+@dataclass(frozen=True)
+class Part:
+    """What a launch found, and the plans by variant."""
+
+    rows: list[Row]
+    plans: Mapping[str, Plan]
+
+
 CASES = (
     Case("small, 1024 tokens", "real", 2, 1024, hidden=256, layers=4, heads=4, rounds=5),
     Case("small, 2048 tokens", "real", 2, 2048, hidden=256, layers=4, heads=4, rounds=4),
@@ -74,7 +87,7 @@ CASES = (
 
 
 def run(parts: Iterable[str] | None = None) -> list[Row]:
-    """One row a variant: `predicted_ms`, `measured_ms`, `error`, and of the planner's pick `over_best`."""
+    """One row a variant: `predicted_ms`, `measured_ms`, `error`, and of the planner's pick `over_best` (`_final`)."""
     from terapipe.engine import launch
 
     if "RANK" in os.environ:
@@ -89,14 +102,15 @@ def run(parts: Iterable[str] | None = None) -> list[Row]:
         for index, case in enumerate(CASES):
             if case.name not in wanted:
                 continue
-            file = folder / f"{index}.json"
-            if not file.exists():
-                folder.mkdir(parents=True, exist_ok=True)
-                command = [sys.executable, "-m", MODULE, "--part", str(index), str(file)]
-                status = launch.run_workers(command, case.ranks, threads=1)
-                if status != 0:
-                    raise RuntimeError(f"part {case.name!r} ended with status {status}; its message is above.")
-            rows += json.loads(file.read_text())
+            last = folder / f"{index}.{'final' if case.kind == 'real' else 'rows'}.json"
+            for file in (folder / f"{index}.rows.json", last):
+                if not file.exists():
+                    folder.mkdir(parents=True, exist_ok=True)
+                    command = [sys.executable, "-m", MODULE, "--part", str(index), str(file)]
+                    status = launch.run_workers(command, case.ranks, threads=1)
+                    if status != 0:
+                        raise RuntimeError(f"part {case.name!r} ended with status {status}; its message is above.")
+            rows += json.loads(last.read_text())
     return rows
 
 
@@ -134,52 +148,95 @@ def summary(rows: list[Row]) -> str:
 # ------------------------------------------------------------------------------------------------------------- workers
 
 
-def _work(case: Case) -> list[Row]:
+def _work(case: Case) -> Part:
     from terapipe.engine import launch
 
-    world = launch.initialize()
+    launch.initialize()
     try:
-        rows = _real(case) if case.kind == "real" else _sleep(case)
+        return _real(case) if case.kind == "real" else _sleep(case)
     finally:
         launch.shutdown()
-    return rows if world.rank == 0 else []
 
 
-def _real(case: Case) -> list[Row]:
-    from terapipe.engine import Pipeline
-    from terapipe.models import layers, tied_parameters
-    from terapipe.models.presets import gpt, llama
+def _real(case: Case) -> Part:
     from terapipe.profile import Grid, Profiler
-    from terapipe.train.data import Synthetic
 
-    sizes = {"hidden": case.hidden, "layers": case.layers, "heads": case.heads, "vocab": case.vocab}
-    if case.family == "gpt":
-        model = gpt(**sizes, max_tokens=case.tokens)
-    else:
-        model = llama(**sizes, kv_heads=case.heads // 2, ffn_hidden=4 * case.hidden, max_tokens=case.tokens)
+    model = _model(case)
     tokens = case.tokens
     lengths = tuple(sorted({tokens // count for count in (1, 2, 3, 4, 8, 16)}))
     profiler = Profiler(model, tokens=tokens, grid=Grid(lengths, (0, tokens // 2)))
     profiler.run_round()
-    batch = Synthetic(tokens=tokens, vocab=model.vocab, sequences=case.micros).train(0)
     with contextlib.ExitStack() as closing:
         plans = _plans(case, profiler.costs())
-        steps: dict[str, Callable[[], Any]] = {}
-        for name, plan in plans.items():
-            pipeline = closing.enter_context(
-                Pipeline(layers(model), plan, hidden_size=model.hidden, ties=tied_parameters(model))
-            )
-            steps[name] = partial(pipeline.step, batch)
+        steps = _steps(case, model, plans, closing)
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         loads: dict[str, list[float]] = {name: [] for name in steps}
         for number in range(case.rounds):
             _measure(steps, seconds, loads, turn=3 if number == 0 else 2)
             if number + 1 < case.rounds:
                 profiler.run_round()
-    return _rows(case, plans, profiler.costs(), seconds, loads)
+    return Part(_rows(case, plans, profiler.costs(), seconds, loads), plans)
 
 
-def _sleep(case: Case) -> list[Row]:
+def _final(case: Case, part: Part) -> Part:
+    """The rows with the pick's `over_best` from many more steps: turns of the pick and of the two fastest others
+    alternate, since where the speed drifts by several per cent the fastest of six after a few steps is luck."""
+    import torch.distributed as dist
+
+    from terapipe.engine import launch
+
+    pick = next(row for row in part.rows if row["over_best"] is not None)
+    others = sorted((row for row in part.rows if row is not pick), key=lambda row: row["measured_ms"])[:2]
+    plans = {row["variant"]: part.plans[row["variant"]] for row in (pick, *others)}
+    launch.initialize()
+    try:
+        seconds: dict[str, list[float]] = {name: [] for name in plans}
+        loads: dict[str, list[float]] = {name: [] for name in plans}
+        with contextlib.ExitStack() as closing:
+            steps = _steps(case, _model(case), plans, closing)
+            began, over = time.perf_counter(), [False]
+            while not over[0]:
+                _measure(steps, seconds, loads, turn=3)
+                over = [time.perf_counter() - began > FINAL_S]
+                dist.broadcast_object_list(over, src=0)
+    finally:
+        launch.shutdown()
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    pick["over_best"] = medians[pick["variant"]] / min(medians[row["variant"]] for row in others) - 1
+    pick["final_steps"] = len(seconds[pick["variant"]])
+    return part
+
+
+def _model(case: Case) -> ModelConfig:
+    from terapipe.models.presets import gpt, llama
+
+    sizes = {"hidden": case.hidden, "layers": case.layers, "heads": case.heads, "vocab": case.vocab}
+    if case.family == "gpt":
+        return gpt(**sizes, max_tokens=case.tokens)
+    return llama(**sizes, kv_heads=case.heads // 2, ffn_hidden=4 * case.hidden, max_tokens=case.tokens)
+
+
+def _steps(
+    case: Case, model: ModelConfig, plans: Mapping[str, Plan], closing: contextlib.ExitStack
+) -> dict[str, Callable[[], Any]]:
+    """A step of every plan, each in a pipeline of its own."""
+    from terapipe.engine import Pipeline
+    from terapipe.models import layers, tied_parameters
+    from terapipe.train.data import Synthetic
+
+    batch = Synthetic(tokens=case.tokens, vocab=model.vocab, sequences=case.micros).train(0)
+    return {
+        name: partial(
+            closing.enter_context(
+                Pipeline(layers(model), plan, hidden_size=model.hidden, ties=tied_parameters(model))
+            ).step,
+            batch,
+        )
+        for name, plan in plans.items()
+    }
+
+
+def _sleep(case: Case) -> Part:
     """Costs by the analytic model on the slowest hardware; the measured overheads of this machine are added."""
     import dataclasses
 
@@ -220,7 +277,7 @@ def _sleep(case: Case) -> list[Row]:
         loads: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(case.rounds):
             _measure(steps, seconds, loads, turn=3)
-    return _rows(case, plans, costs, seconds, loads)
+    return Part(_rows(case, plans, costs, seconds, loads), plans)
 
 
 def _sleeper(costs: CostModel, index: int, width: int) -> nn.Module:
@@ -359,6 +416,7 @@ def _rows(
                 "error": predicted / medians[name] - 1,
                 "over_best": medians[name] / best - 1 if name.startswith("pick") else None,
                 "bubble": prediction.bubble_share,
+                "slices": list(plan.slices),
                 "steps": len(seconds[name]),
                 "foreign_cores": max(loads[name]),
             }
@@ -366,11 +424,22 @@ def _rows(
     return rows
 
 
+def _run_part(case: Case, file: Path) -> None:
+    """Rank 0 writes the rows; beside those of the first launch of a case the plans, for its final."""
+    rows_file = file.with_name(file.name.replace("final", "rows"))
+    plans_file = rows_file.with_suffix(".plans")
+    if file == rows_file:
+        part = _work(case)
+    else:
+        part = _final(case, Part(json.loads(rows_file.read_text()), pickle.loads(plans_file.read_bytes())))
+    if os.environ["RANK"] == "0":
+        plans_file.write_bytes(pickle.dumps(part.plans))
+        file.write_text(json.dumps(part.rows, indent=1))
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--part"]:
-        found = _work(CASES[int(sys.argv[2])])
-        if found:
-            Path(sys.argv[3]).write_text(json.dumps(found, indent=1))
+        _run_part(CASES[int(sys.argv[2])], Path(sys.argv[3]))
     else:
         from terapipe.benchmarking import table
 
