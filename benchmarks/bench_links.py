@@ -3,7 +3,8 @@
 The receiver already waits when the sender starts the clock; both stamp on the host's common clock, in Python, so the
 links' own calls count. Modes: zero-copy (the sender computed into the slot, the receiver reads it there), copy (put
 copies in), copy-out (and take copies out), woken (zero-copy to a receiver that sleeps instead of spinning); gloo is the
-`dist` link. Every message's content is checked before the clock runs.
+`dist` link. `peer` is copy between two GPUs, stamped once the receiver's stream has it; without them a row says why it
+was not run. Every message's content is checked before the clock runs.
 
 Run by `terapipe bench links`; it starts its two workers itself, one thread each.
 """
@@ -58,6 +59,7 @@ def run() -> list[Row]:
     if "RANK" in os.environ:
         return _work()
     from terapipe.engine import launch
+    from tpkernels.links import peer_missing
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.json"
@@ -65,7 +67,8 @@ def run() -> list[Row]:
         if status != 0:
             raise RuntimeError(f"a worker of the benchmark ended with status {status}; its message is above.")
         rows: list[Row] = json.loads(file.read_text())["rows"]
-        return rows
+        missing = peer_missing()
+        return [*rows, {"kind": "peer", "mode": f"not run: {missing}"}] if missing else rows
 
 
 def plot(rows: list[Row], path: Path) -> None:
@@ -89,10 +92,12 @@ def _work() -> list[Row]:
     import torch.distributed as dist
 
     from terapipe.engine import launch
+    from tpkernels.links import peer_missing
 
     launch.initialize()
     groups = [dist.new_group() for _ in range(2)]
-    rows = [row for size in SIZES for mode in MODES for row in _measure(mode, size, groups)]
+    modes = MODES if peer_missing() else (*MODES, Mode("peer", "copy"))
+    rows = [row for size in SIZES for mode in modes for row in _measure(mode, size, groups)]
     launch.shutdown()
     return rows
 
@@ -107,7 +112,8 @@ def _measure(mode: Mode, size: int, groups: list[Any]) -> list[Row]:
     shape = (1, size // 4 // COLUMNS, COLUMNS)
     keys = [(1, 0, index) for index in range(count)]
     cpu, slots = torch.device("cpu"), dict.fromkeys(keys, 0)
-    spec = LinkSpec(0, 1, "F", torch.float32, cpu, 1, slots, shape, mode.mode != "copy-out")
+    device = torch.device("cuda", dist.get_rank()) if mode.kind == "peer" else cpu
+    spec = LinkSpec(0, 1, "F", torch.float32, device, 1, slots, shape, mode.mode != "copy-out")
     answers = LinkSpec(1, 0, "B", torch.float32, cpu, 1, slots, (1, 1, 1))
     options = {"spin_s": 0.0 if mode.mode == "woken" else 1.0} if mode.kind == "shm" else {}
     link = open_link(mode.kind, spec, group=groups[0], **options)
@@ -120,7 +126,7 @@ def _measure(mode: Mode, size: int, groups: list[Any]) -> list[Row]:
     both = [torch.zeros_like(stamps) for _ in range(2)]
     dist.all_gather(both, stamps)
     link.finish()
-    if mode.kind == "shm":  # the group of a "dist" link is used again
+    if mode.kind != "dist":  # the group of a "dist" link is used again
         link.close()
     back.close()
     if not sender:
@@ -144,7 +150,7 @@ def _measure(mode: Mode, size: int, groups: list[Any]) -> list[Row]:
 def _send(mode: Mode, link: Link, back: Link, keys: list[tuple[int, int, int]], stamps: torch.Tensor) -> None:
     import torch
 
-    x, pause = torch.randn(link.spec.slot_shape), PAUSE_S.get(mode.mode, LEAST_PAUSE_S)
+    x, pause = torch.randn(link.spec.slot_shape, device=link.spec.device), PAUSE_S.get(mode.mode, LEAST_PAUSE_S)
     for index, key in enumerate(keys):
         x[0, 0, 0], x[0, -1, -1] = index, -index
         if mode.reserves:
@@ -165,6 +171,8 @@ def _receive(mode: Mode, link: Link, back: Link, keys: list[tuple[int, int, int]
     answer = torch.zeros(1, 1, 1)
     for index, key in enumerate(keys):
         x = link.take(key)
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
         stamps[index] = time.perf_counter()
         if float(x[0, 0, 0]) != index or float(x[0, -1, -1]) != -index:
             raise RuntimeError(f"{mode}: message {index} arrived as {float(x[0, 0, 0])}, so timing it is pointless")

@@ -173,8 +173,8 @@ class ShmLink:
 
     @property
     def waited(self) -> tuple[float, float]:
-        """Of the last `take_norm`, in seconds of `time.perf_counter`: when it began to wait, with memory for the norm at
-        hand, and when its last wait for a tile ended, or it found the first one there."""
+        """Of the last `take_norm`, in seconds of `time.perf_counter`: when it began to wait, with memory for the norm
+        at hand, and when its last wait for a tile ended, or it found the first one there."""
         return self._ring.began_at, self._ring.arrived_at
 
     def verify(self, key: Key) -> None:
