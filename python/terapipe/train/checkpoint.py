@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,23 +30,25 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from terapipe.models.config import ModelConfig, tied_parameters
+from terapipe.train.checkpoint_folder import (
+    VERSION,
+    CheckpointInfo,
+    damage,
+    discard,
+    find_all,
+    latest,
+    read_info,
+    select,
+    set_aside_after,
+)
 from terapipe.train.optimizer import Optimizer
 
-VERSION = 1  # of the layout; a reader refuses another
+__all__ = ["CheckpointInfo", "damage", "find_all", "latest", "load", "load_layers", "read_info", "save", "select"]
+
 MODEL, OPTIMIZER, RNG = "model.", "optimizer.", "rng."
 
 Ties = Sequence[tuple[str, str]]
 ModelDescription = ModelConfig | Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class CheckpointInfo:
-    """What a checkpoint is besides its tensors: updates done, the model's config, and what the trainer added."""
-
-    path: Path
-    step: int
-    model: dict[str, Any]
-    extra: dict[str, Any]
 
 
 def save(
@@ -61,6 +62,8 @@ def save(
     group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Write `folder/step-N`, N the optimizer's update count, then delete all but the `keep` newest. Returns its path.
+
+    Later ones, which a run that went on from an earlier step left behind, are set aside: `step-M.abandoned`.
 
     Every rank of `group` calls it together. model: the config that `load` compares, for a custom model any JSON
     values. extra: JSON values that `load` hands back, such as the data's seed.
@@ -79,7 +82,10 @@ def save(
     _barrier(group)
     copies = {copy for _, copy in ties}
     tensors = {entry.key(): entry.tensor for entry in _owned(optimizer) if entry.name not in copies}
-    with _one_process_is_fine(), _readable_errors(f"writing {partial} failed"):
+    with (
+        _one_process_is_fine(),
+        _readable_errors(f"writing {partial} failed", "free space or mend the place, then resume"),
+    ):
         dcp.save(
             tensors | _rng_state(_rank(group)),
             checkpoint_id=partial,
@@ -95,10 +101,11 @@ def save(
         }
         _write_durably(partial / "run.json", json.dumps(run, indent=2) + "\n")
         if final.exists():
-            _discard(final)
+            discard(final)
         partial.rename(final)
+        set_aside_after(folder, optimizer.step_count)
         for old in find_all(folder)[:-keep]:
-            _discard(old)
+            discard(old)
     _barrier(group)
     return final
 
@@ -188,38 +195,6 @@ def load_layers(
     return built
 
 
-def find_all(folder: str | Path) -> list[Path]:
-    """Complete checkpoints in `folder`, oldest first."""
-    found = [path for path in Path(folder).glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-    return sorted((path for path in found if (path / "run.json").is_file()), key=_step_of)
-
-
-def latest(folder: str | Path) -> Path | None:
-    """The newest complete checkpoint in `folder`, or None."""
-    found = find_all(folder)
-    return found[-1] if found else None
-
-
-def read_info(path: str | Path) -> CheckpointInfo:
-    """Of a checkpoint, or of the newest one of a folder. ValueError if there is none or it cannot be read."""
-    path = Path(path)
-    checkpoint = path if (path / "run.json").is_file() else latest(path)
-    if checkpoint is None:
-        raise ValueError(f"no checkpoint at {path}: it is neither a complete checkpoint nor a folder that holds one.")
-    try:
-        run = json.loads((checkpoint / "run.json").read_text())
-        if run["version"] != VERSION:
-            raise ValueError(
-                f"checkpoint {checkpoint} has layout version {run['version']}, this terapipe reads {VERSION}; use the "
-                "version that wrote it."
-            )
-        return CheckpointInfo(path=checkpoint, step=run["step"], model=run["model"], extra=run["extra"])
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"checkpoint {checkpoint}: run.json is damaged ({error!r}); use an older checkpoint."
-        ) from error
-
-
 @dataclass(frozen=True)
 class _Entry:
     """One tensor of this process: a master weight (no moment) or a moment of the parameter with this global name."""
@@ -245,16 +220,13 @@ def _owned(optimizer: Optimizer) -> list[_Entry]:
 
 
 def _stored_shapes(path: Path) -> dict[str, torch.Size]:
-    try:
-        metadata = dcp.FileSystemReader(path).read_metadata()
-    except Exception as error:
-        raise ValueError(f"checkpoint {path}: its index cannot be read ({error}); use an older checkpoint.") from error
-    entries = metadata.state_dict_metadata.items()
+    entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata.items()
     return {key: entry.size for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
 
 def _read(path: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None, *, alone: bool = False) -> None:
-    with _one_process_is_fine():
+    remedy = "it may be damaged: use an older one (--checkpoint.load-step)"
+    with _one_process_is_fine(), _readable_errors(f"reading {path} failed", remedy):
         dcp.load(dict(tensors), checkpoint_id=path, process_group=group, no_dist=alone or not dist.is_initialized())
 
 
@@ -317,17 +289,6 @@ def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return values
 
 
-def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
-
-
-def _discard(checkpoint: Path) -> None:
-    """Delete so that an interrupted deletion leaves nothing that looks like a checkpoint."""
-    hidden = checkpoint.with_name(f".{checkpoint.name}.old")
-    checkpoint.rename(hidden)
-    shutil.rmtree(hidden)
-
-
 def _write_durably(path: Path, text: str) -> None:
     with path.open("w") as file:
         file.write(text)
@@ -336,14 +297,14 @@ def _write_durably(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def _readable_errors(what: str) -> Iterator[None]:
+def _readable_errors(what: str, remedy: str) -> Iterator[None]:
     """torch's CheckpointException is no Exception and carries a traceback of each rank; say what went wrong instead."""
     try:
         yield
     except CheckpointException as error:
         causes = {rank: str(cause[0]) for rank, cause in error.failures.items()}
         causes_in_words = "; ".join(f"rank {rank}: {cause}" for rank, cause in sorted(causes.items()))
-        raise RuntimeError(f"{what} ({causes_in_words}); free space or mend the place, then resume.") from None
+        raise RuntimeError(f"{what} ({causes_in_words}); {remedy}.") from None
 
 
 @contextlib.contextmanager

@@ -30,7 +30,9 @@ class TrainCommand:
         bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="Print the resolved config as TOML and stop.")
     ] = False
     resume: Annotated[
-        bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="Continue from the newest checkpoint of the run.")
+        bool,
+        tyro.conf.FlagCreatePairsOff,
+        tyro.conf.arg(help="Continue from the newest checkpoint (or --checkpoint.load-step)."),
     ] = False
     local_ranks: Annotated[int, tyro.conf.arg(help="Start this many worker processes on this machine; 0: none.")] = 0
     threads_per_rank: Annotated[int, tyro.conf.arg(help="CPU threads of each worker of --local-ranks.")] = 1

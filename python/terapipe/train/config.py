@@ -146,6 +146,8 @@ class CheckpointSettings:
     """How many of the newest stay."""
     folder: Path | None = None
     """None: `checkpoints` in the run folder."""
+    load_step: int | None = None
+    """--resume continues from the checkpoint of this step instead of the newest; later ones are then set aside."""
 
 
 @dataclass(frozen=True, kw_only=True)

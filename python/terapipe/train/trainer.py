@@ -11,6 +11,7 @@ checkpoint of step n is the state after n steps, so a resumed run continues with
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import statistics
@@ -40,7 +41,12 @@ log = logging.getLogger(__name__)
 
 # What may differ between a run and the one that it continues, for rounding at most.
 ROUNDING_ONLY = ("ranks", "slices", "slice_tokens", "schedule", "stage_layers", "warmup_per_hop", "plan")
-WITHOUT_EFFECT = {"log_every", "run_dir", "device", "checkpoint.every", "checkpoint.keep", "checkpoint.folder"}
+WITHOUT_EFFECT = {
+    "log_every",
+    "run_dir",
+    "device",
+    *(f"checkpoint.{key}" for key in ("every", "keep", "folder", "load_step")),
+}
 WITHOUT_EFFECT |= {f"parallel.{key}" for key in (*ROUNDING_ONLY, "links", "link_slots", "link_timeout")}
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -288,9 +294,8 @@ class Trainer:
         )
 
     def _resume(self) -> None:
-        info = checkpoint.load(
-            self.config.checkpoint_folder, optimizer=self.optimizer, model=self.model, ties=self.ties
-        )
+        path = checkpoint.select(self.config.checkpoint_folder, self.config.checkpoint.load_step)
+        info = checkpoint.load(path, optimizer=self.optimizer, model=self.model, ties=self.ties)
         self.step = info.step
         if self.first and (differences := _differences(info.extra.get("config", ""), self.config)):
             log.warning("this run differs from the one that it continues: %s", "; ".join(differences))
@@ -307,7 +312,8 @@ class Trainer:
         folder.mkdir(parents=True, exist_ok=True)
         if self.step == 0:
             keep_earlier(folder / "config.toml")
-        (folder / "config.toml").write_text(to_toml(self.config))
+        again = dataclasses.replace(self.config.checkpoint, load_step=None)  # of this start only
+        (folder / "config.toml").write_text(to_toml(dataclasses.replace(self.config, checkpoint=again)))
         metrics = MetricsFile(folder / "metrics.jsonl", first_step=self.step)
         self._closing.callback(metrics.close)
         return metrics
@@ -371,6 +377,13 @@ def _check_run_dir(config: TrainConfig, resume: bool) -> None:
         raise ValueError(
             f"there is nothing to resume: {folder} holds no checkpoint; leave --resume out, or check --run-dir "
             f"({os.getcwd()})."
+        )
+    if resume:
+        checkpoint.select(folder, config.checkpoint.load_step)
+    elif config.checkpoint.load_step is not None:
+        raise ValueError(
+            f"checkpoint.load_step is {config.checkpoint.load_step}, but the run does not resume; add --resume, or "
+            "leave it out."
         )
     files.check_folder(config.run_dir, "--run-dir")
     files.check_folder(folder, "--checkpoint.folder" if config.checkpoint.folder else "--run-dir")

@@ -7,6 +7,7 @@ import math
 import shutil
 import socket
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from traceback import StackSummary
 from typing import Any
@@ -216,17 +217,11 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, change: dict[s
     assert_same(state(wrong), before)
 
 
-def test_no_checkpoint_and_a_damaged_one_are_named(tmp_path: Path) -> None:
+def test_no_checkpoint_and_one_of_another_layout_are_named(tmp_path: Path) -> None:
     run = stage(["head"])
     with pytest.raises(ValueError, match="no checkpoint at"):
         checkpoint.load(tmp_path, optimizer=run, model=CONFIG)
     path = checkpoint.save(tmp_path, optimizer=run, model=CONFIG)
-    (path / ".metadata").unlink()
-    with pytest.raises(ValueError, match=r"index cannot be read.*older checkpoint"):
-        checkpoint.load(tmp_path, optimizer=run, model=CONFIG)
-    (path / "run.json").write_text('{"version": 1, "st')
-    with pytest.raises(ValueError, match=r"run.json is damaged"):
-        checkpoint.read_info(tmp_path)
     (path / "run.json").write_text('{"version": 2}')
     with pytest.raises(ValueError, match="layout version 2"):
         checkpoint.read_info(tmp_path)
@@ -242,3 +237,61 @@ def test_a_full_disk_is_one_readable_error(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(checkpoint.dcp, "save", full)
     with pytest.raises(RuntimeError, match=r"step-00000000.partial failed \(rank 1: .*No space left.*; free space"):
         checkpoint.save(tmp_path, optimizer=stage(ALL), model=CONFIG, ties=TIES)
+
+
+def _cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "cut": (lambda path: _cut(next(path.glob("*.distcp"))), r"distcp has \d+ of \d+ bytes"),
+    "missing": (lambda path: next(path.glob("*.distcp")).unlink(), r"distcp is missing"),
+    "no index": (lambda path: (path / ".metadata").unlink(), r"its index .metadata cannot be read"),
+    "bad index": (lambda path: _cut(path / ".metadata"), r"its index .metadata cannot be read"),
+    "bad run.json": (lambda path: (path / "run.json").write_text('{"version": 1, "st'), r"run.json cannot be read"),
+    "poor run.json": (
+        lambda path: (path / "run.json").write_text('{"version": 1}'),
+        r"run.json cannot be read.*'step'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_checkpoint_is_named_with_the_whole_ones(tmp_path: Path, name: str) -> None:
+    run = stage(["head"])
+    for _ in range(3):
+        train(run, 1)
+        checkpoint.save(tmp_path, optimizer=run, model=CONFIG, keep=3)
+    hurt, words = DAMAGES[name]
+    assert not any(checkpoint.damage(path) for path in checkpoint.find_all(tmp_path))
+    hurt(tmp_path / "step-00000003")
+    match = (
+        rf"step-00000003 is damaged: .*{words}.* Whole ones there: step 1, 2; resume with --checkpoint.load-step 2\."
+    )
+    for path in (tmp_path, tmp_path / "step-00000003"):
+        with pytest.raises(ValueError, match=match):
+            checkpoint.load(path, optimizer=run, model=CONFIG)
+        with pytest.raises(ValueError, match=match):
+            checkpoint.load_layers(path)
+    hurt(tmp_path / "step-00000002")
+    with pytest.raises(ValueError, match=r"Whole ones there: step 1; "):
+        checkpoint.select(tmp_path)
+    hurt(tmp_path / "step-00000001")
+    with pytest.raises(ValueError, match=r"No other one there is whole\."):
+        checkpoint.select(tmp_path)
+    with pytest.raises(ValueError, match="has no checkpoint of step 7; it has those of steps 1, 2, 3"):
+        checkpoint.select(tmp_path, 7)
+
+
+def test_later_checkpoints_are_set_aside_and_never_crowd_out_new_ones(tmp_path: Path) -> None:
+    run = stage(["head"])
+    for _ in range(4):
+        train(run, 1)
+        checkpoint.save(tmp_path, optimizer=run, model=CONFIG, keep=4)
+    for _ in range(2):
+        checkpoint.load(checkpoint.select(tmp_path, 2), optimizer=run, model=CONFIG)
+        train(run, 1)
+        path = checkpoint.save(tmp_path, optimizer=run, model=CONFIG, keep=2)
+        assert [found.name for found in checkpoint.find_all(tmp_path)] == ["step-00000002", "step-00000003"]
+        assert checkpoint.latest(tmp_path) == path
+        assert [aside.name for aside in tmp_path.glob("*.abandoned")] == ["step-00000004.abandoned"]

@@ -205,3 +205,23 @@ def test_a_run_folder_below_a_file_is_refused_before_any_work(tmp_path: Path) ->
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="file is a file, but a folder is needed at"):
         check_start(with_changes(TINY, run_dir=tmp_path / "file" / "runs" / "x"), world=World(), resume=False)
+
+
+def test_a_run_goes_on_from_an_older_checkpoint_when_the_newest_is_damaged(tmp_path: Path) -> None:
+    config = with_changes(TINY, run_dir=tmp_path, checkpoint__every=2, checkpoint__keep=3)
+    whole = run(config)
+    expected = losses(config)
+    (config.checkpoint_folder / "step-00000006" / ".metadata").write_bytes(b"")
+    for begin in (lambda: check_start(config, world=World(), resume=True), lambda: run(config, resume=True)):
+        with pytest.raises(
+            ValueError, match=r"step-00000006 is damaged.*step 2, 4; resume with --checkpoint.load-step 4"
+        ):
+            begin()
+    older = with_changes(config, checkpoint__load_step=2)
+    with pytest.raises(ValueError, match=r"load_step is 2, but the run does not resume; add --resume"):
+        check_start(with_changes(older, run_dir=tmp_path / "new"), world=World(), resume=False)
+    check_start(older, world=World(), resume=True)
+    assert run(older, resume=True).loss == whole.loss
+    assert losses(config) == expected
+    assert config_file.load(tmp_path / "config.toml", TrainConfig()).checkpoint.load_step is None
+    check_start(config, world=World(), resume=True)
