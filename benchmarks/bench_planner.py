@@ -33,7 +33,14 @@ ROUNDS = 5
 MODEL = PRESETS["gpt3_175b"]()
 LONGEST_BATCH = 8  # sequences, in the family that chooses micro sizes too
 
-Costs = Mapping[int, Any]  # by micro size; a callable is called within the time
+Costs = Mapping[int, Any]  # by micro size
+
+
+@dataclass(frozen=True)
+class MadeAnew:
+    """Costs that are made within the time."""
+
+    make: Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -135,7 +142,7 @@ def _model(*, table: bool) -> Callable[[int, int], Costs]:
                 costs = replace(costs, layers={**costs.layers, BLOCK: block})
             return costs.stage(1, 3).slice_costs(1, unit=unit, units=units)
 
-        return {1: stage_costs}
+        return {1: MadeAnew(stage_costs)}
 
     return make
 
@@ -159,13 +166,13 @@ FAMILIES: dict[str, Callable[[int, int], Costs]] = {
 def _measure(family: str, make: Callable[[int, int], Costs], units: int, stages: int) -> Row:
     costs = make(units, stages)
     batch = max(costs)
-    tables = {size: cost_table(cost) for size, cost in _called(costs).items()}
+    tables = {size: cost_table(cost) for size, cost in _made(costs).items()}
     found = slice_batch(tables, stages=stages, batch=batch)
     _check(found, tables, stages, batch)
     seconds = []
     for _ in range(ROUNDS):
         begun = time.perf_counter()
-        again = slice_batch(_called(costs), stages=stages, batch=batch)
+        again = slice_batch(_made(costs), stages=stages, batch=batch)
         seconds.append(time.perf_counter() - begun)
         if again != found:
             raise RuntimeError(f"two searches of the same costs disagree: {found} and {again}")
@@ -181,8 +188,8 @@ def _measure(family: str, make: Callable[[int, int], Costs], units: int, stages:
     )
 
 
-def _called(costs: Costs) -> Costs:
-    return {size: cost() if callable(cost) else cost for size, cost in costs.items()}
+def _made(costs: Costs) -> Costs:
+    return {size: cost.make() if isinstance(cost, MadeAnew) else cost for size, cost in costs.items()}
 
 
 def _check(found: Slicing, tables: Mapping[int, CostTable], stages: int, batch: int) -> None:
