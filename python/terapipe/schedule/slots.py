@@ -115,8 +115,7 @@ def assign_slots(
         if not finished:
             clock_order(schedule)  # raises: the ranks wait for each other
     else:
-        by_transfer = _finished_in_order(schedule, order)
-        finished = [0 if transfer is None else by_transfer[transfer] for transfer in transfers]
+        finished = _finished_along(schedule, flat, order)
     colours = core.colour_slots(flat.core, finished, resident=resident, at_most=at_most or 0)
     slot_of = {transfer: slot for transfer, slot in zip(transfers, colours.slot, strict=True) if transfer is not None}
     counts = dict(zip(flat.links, colours.counts, strict=True))
@@ -197,6 +196,27 @@ def _finished_before_puts(schedule: Schedule) -> dict[Transfer, int]:
     return finished
 
 
+def _finished_along(schedule: Schedule, flat: Flat, order: Sequence[Action]) -> list[int]:
+    """`_finished_in_order` by the flat schedule's indices, for what each action puts."""
+    index = {action: number for number, action in enumerate(flat.actions)}
+    if len(order) != len(index) or set(order) != index.keys():
+        raise ValueError(_not_every_action(order))
+    rank_of = [rank for rank, row in enumerate(schedule.orders) for _ in row]
+    destination = [link.destination_rank for link in flat.links]
+    finished, ended = [0] * len(index), [0] * schedule.ranks
+    for action in order:
+        number = index[action]
+        link = flat.link_of[number]
+        if link >= 0:
+            finished[number] = ended[destination[link]]
+        ended[rank_of[number]] += 1
+    return finished
+
+
+def _not_every_action(order: Sequence[Action]) -> str:
+    return f"the order must hold every action of the schedule once, got {len(order)} actions"
+
+
 def _finished_in_order(schedule: Schedule, order: Sequence[Action]) -> dict[Transfer, int]:
     """For each transfer, how many of the receiver's actions stand before the sending one in `order`."""
     finished: dict[Transfer, int] = {}
@@ -207,5 +227,5 @@ def _finished_in_order(schedule: Schedule, order: Sequence[Action]) -> dict[Tran
             finished[transfer] = ended[transfer.link.destination_rank]
         ended[schedule.places[action].rank] += 1
     if len(finished) != sum(len(puts) for puts in link_transfers(schedule).values()):
-        raise ValueError(f"the order must hold every action of the schedule once, got {len(order)} actions")
+        raise ValueError(_not_every_action(order))
     return finished
