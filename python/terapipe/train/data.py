@@ -68,7 +68,8 @@ class TokenStream:
 class Windows:
     """Batches of `sequences` windows of `tokens` tokens cut from a training and a validation stream.
 
-    end_of_document: id that ends a document, or None: then a sequence is one document.
+    end_of_document: id that ends a document, or None: then a sequence is one document. left_out: files that a folder
+    holds and that are not text.
     ValueError if a stream holds less than one sequence and its last target, or an id outside the vocabulary.
     """
 
@@ -79,6 +80,7 @@ class Windows:
     vocab: int
     end_of_document: int | None = None
     seed: int = 0
+    left_out: tuple[Path, ...] = ()
     _order: tuple[int, npt.NDArray[np.int64]] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -163,17 +165,21 @@ def text(
 ) -> Windows:
     """Bytes of files, of folders (searched for `suffixes`) or of globs; each file is a document.
 
-    Without `validation`, files are held out by a hash of their name, the same ones on every machine; of a single file
-    the last `validation_share` is held out. packed=False: tokens see whatever shares their sequence.
+    Files that are not text are refused where they were named, else left out. Without `validation`, files are held out
+    by a hash of their name, the same ones on every machine; of a single file the last `validation_share` is held out.
+    packed=False: tokens see whatever shares their sequence.
     """
     if vocab < BYTE_VOCAB:
         raise ValueError(
             f"data: byte-level text has {BYTE_VOCAB} token ids (every byte and the end of a document), but the model's "
             f"vocabulary has {vocab}; set vocab to {BYTE_VOCAB} or more."
         )
-    files = find_files(train, suffixes)
+    found = find_files(train, suffixes)
+    files, left_out = found.files, found.left_out
     if validation:
-        training, held_out = _read(files), _read(find_files(validation, suffixes), use="validation text: ")
+        other = find_files(validation, suffixes)
+        left_out = sorted({*left_out, *other.left_out})
+        training, held_out = _read(files), _read(other.files, use="validation text: ")
     elif len(files) == 1:
         whole = _read(files)
         cut = len(whole.ids) - max(round(len(whole.ids) * validation_share), min(tokens + 1, len(whole.ids) // 2))
@@ -190,6 +196,7 @@ def text(
         vocab=vocab,
         end_of_document=END_OF_DOCUMENT if packed else None,
         seed=seed,
+        left_out=tuple(left_out),
     )
 
 

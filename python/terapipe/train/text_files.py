@@ -1,5 +1,8 @@
 """Which files are text, and which of them are held out for validation: paths -> sorted files -> a split. No torch.
 
+A file with a zero byte among its first 8000 is not text (git's rule): pictures, archives, token ids, UTF-16. One that
+the user named is refused, one that a folder or glob brought is left out and reported.
+
 The trap: the split must not depend on the machine, or two hosts would train on each other's validation text. It hashes
 each file's path below the files' common folder.
 """
@@ -13,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
+LOOKED_AT_BYTES = 8000
 NOT_LIBRARY_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "_bundled", "__pycache__"}
 
 
@@ -24,13 +28,22 @@ def stdlib_text() -> Path:
     return root
 
 
-def find_files(paths: Sequence[str | Path] | str | Path, suffixes: Sequence[str] = TEXT_SUFFIXES) -> list[Path]:
-    """Files that `paths` name, sorted: a file itself, files below a folder that end in a suffix, or a glob's matches.
+@dataclass(frozen=True)
+class TextFiles:
+    """Sorted; `left_out` are those that are not text."""
+
+    files: list[Path]
+    left_out: list[Path]
+
+
+def find_files(paths: Sequence[str | Path] | str | Path, suffixes: Sequence[str] = TEXT_SUFFIXES) -> TextFiles:
+    """Files that `paths` name: a file itself, files below a folder that end in a suffix, or a glob's matches.
 
     Empty files are left out, and so are the tests and installed packages of `stdlib_text()`. ValueError if a path does
-    not exist or holds no text.
+    not exist, holds no text, or names a file that is not text.
     """
     found: set[Path] = set()
+    left_out: set[Path] = set()
     for entry in [paths] if isinstance(paths, str | Path) else paths:
         path = Path(entry)
         if path.is_file():
@@ -51,10 +64,30 @@ def find_files(paths: Sequence[str | Path] | str | Path, suffixes: Sequence[str]
         if not filled:
             what = f"no file that ends in {', '.join(suffixes)} and is not empty" if path.is_dir() else "no bytes"
             raise ValueError(f"data: {path} holds {what}; name files with text.")
+        binary = {file for file in filled if not is_text(file)}
+        if len(binary) == len(filled):
+            which = "is" if path.is_file() else f"holds only {named(sorted(binary))},"
+            raise ValueError(
+                f"data: {path} {which} not text (a zero byte among the first {LOOKED_AT_BYTES}); name text files, as "
+                "UTF-8, or read token ids with --data.source bin."
+            )
         found.update(filled)
+        left_out |= binary
     if not found:
         raise ValueError("data: no text was named; give files or folders.")
-    return sorted(found)
+    return TextFiles(sorted(found - left_out), sorted(left_out))
+
+
+def is_text(file: Path) -> bool:
+    """No zero byte among the first."""
+    with file.open("rb") as stream:
+        return b"\0" not in stream.read(LOOKED_AT_BYTES)
+
+
+def named(files: Sequence[Path]) -> str:
+    """Their number and some of their names."""
+    some = ", ".join(file.name for file in files[:4]) + (", ..." if len(files) > 4 else "")
+    return f"{len(files)} file{'s' * (len(files) != 1)} ({some})"
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from terapipe.train.foreign_load import LEAST_S, Sample, disturbance, foreign_co
 from terapipe.train.metrics import MetricsFile, Progress, StepMetrics, ValidationMetrics, keep_earlier
 from terapipe.train.optimizer import Optimizer
 from terapipe.train.step_prediction import WARM_STEPS, StepPrediction, from_actions
+from terapipe.train.text_files import named
 from terapipe.world import ALONE, World, launched_world
 
 log = logging.getLogger(__name__)
@@ -121,6 +122,8 @@ class Trainer:
         self.model = config.model.resolve()
         self.plan = config.plan(_pipeline_ranks(config, world.size))
         self.source: Source = _open(config)
+        if self.first and (left_out := getattr(self.source, "left_out", ())):
+            log.warning("left out of the data, since they are not text: %s", named(left_out))
         _check_run_dir(config, resume)
         _check_links(config, world.size)
         torch.manual_seed(config.seed)

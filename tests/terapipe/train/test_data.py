@@ -114,21 +114,21 @@ def test_text_is_bytes_and_an_end_for_every_file(folder: Path) -> None:
 def test_the_split_is_by_file_and_does_not_depend_on_where_the_folder_lies(folder: Path, tmp_path: Path) -> None:
     moved = tmp_path / "elsewhere" / "deeper"
     moved.parent.mkdir()
-    first = split_files(find_files(folder), 0.3)
+    first = split_files(find_files(folder).files, 0.3)
     folder.rename(moved)
-    second = split_files(find_files(moved), 0.3)
+    second = split_files(find_files(moved).files, 0.3)
     assert [file.relative_to(moved) for file in second.validation] == [
         file.relative_to(folder) for file in first.validation
     ]
     assert set(first.training).isdisjoint(first.validation)
     assert len(first.training) + len(first.validation) == 20
-    assert len(split_files(find_files(moved), 1e-9).validation) == 1
-    assert len(split_files(find_files(moved), 0.999999).training) >= 1
+    assert len(split_files(find_files(moved).files, 1e-9).validation) == 1
+    assert len(split_files(find_files(moved).files, 0.999999).training) >= 1
 
 
 def test_of_a_single_file_the_end_is_held_out(tmp_path: Path) -> None:
     path = tmp_path / "one.txt"
-    path.write_bytes(bytes(range(200)) * 5)
+    path.write_bytes(bytes(range(1, 201)) * 5)
     data = text(path, tokens=40, validation_share=0.1)
     assert data.held_out is not None
     assert len(data.held_out.ids) == 100
@@ -142,7 +142,7 @@ def test_globs_and_explicit_validation(folder: Path) -> None:
 
 
 def test_the_standard_library_is_text_without_its_tests() -> None:
-    files = find_files(stdlib_text(), suffixes=(".py",))
+    files = find_files(stdlib_text(), suffixes=(".py",)).files
     names = {file.relative_to(stdlib_text()).as_posix() for file in files}
     assert {"ast.py", "json/decoder.py"} <= names
     assert not any("site-packages" in name or name.startswith("test/") for name in names)
@@ -226,3 +226,31 @@ def test_a_config_opens_its_source(folder: Path, tmp_path: Path) -> None:
         assert source.validation_batches > 0 and source.validation(0).tokens.shape == (2, 16)
     with pytest.raises(ValueError, match=r"data.train names 2 files"):
         open_source(DataSettings(source="bin", train=(path, path)), **shape)
+
+
+def test_what_is_not_text_is_refused_by_name_or_left_out_of_a_folder(folder: Path) -> None:
+    random = np.random.default_rng(0)
+    for name in ("b.txt", "deep/a.txt"):
+        (folder / name).write_bytes(random.bytes(9000))
+    (folder / "utf16.md").write_text("words " * 30, encoding="utf-16")
+    found = find_files(folder)
+    assert [file.relative_to(folder).as_posix() for file in found.left_out] == ["b.txt", "deep/a.txt", "utf16.md"]
+    assert len(found.files) == 20 and not set(found.files) & set(found.left_out)
+    source = text(folder, tokens=8)
+    assert source.left_out == tuple(found.left_out)
+    used = np.concatenate([source.training.ids, source.held_out.ids if source.held_out else []])
+    assert set(used.tolist()) <= {*range(97, 117), END_OF_DOCUMENT}
+    for path, words in (
+        (folder / "b.txt", r"b.txt is not text \(a zero byte among the first 8000\).*--data.source bin"),
+        (folder / "utf16.md", r"utf16.md is not text.*as UTF-8"),
+        (folder / "*.md", r"\*.md holds only 1 file \(utf16.md\), not text"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            text([folder, path], tokens=8)
+    assert text(folder, tokens=8, validation=folder / "deep").left_out == tuple(found.left_out)
+
+
+def test_bytes_of_other_encodings_are_text(tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes("Grüße, naïve café ".encode("latin-1") * 40)
+    (tmp_path / "late.txt").write_bytes(b"a" * 8000 + b"\0")
+    assert len(find_files(tmp_path).files) == 2
