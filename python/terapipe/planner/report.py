@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from terapipe.planner.costs import PASSES, CostModel
@@ -63,7 +63,12 @@ def describe_costs(costs: CostModel) -> str:
     ]
     overheads = costs.overheads
     for_parameters = sum(v for name, v in vars(overheads).items() if name not in ("action_s", "step_s", "asleep"))
-    notes = [f"{name}: {value}" for name, value in costs.notes.items()]
+    notes = []
+    for name, value in costs.notes.items():
+        if isinstance(value, Mapping):
+            notes += [f"{name}:", *(f"  {key}: {item}" for key, item in value.items())]
+        else:
+            notes.append(f"{name}: {value}")
     return "\n".join(
         [
             f"costs ({costs.source}) of {model.layers} blocks, hidden {model.hidden}, {costs.dtype}, on "

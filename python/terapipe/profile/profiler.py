@@ -26,6 +26,8 @@ from terapipe.profile.host import measure_overheads
 from terapipe.profile.links import measure_links
 from terapipe.profile.stages import Bench, Samples
 from terapipe.train.config import OptimizerSettings
+from terapipe.train.foreign_load import disturbance, foreign_cores, sample
+from terapipe.world import ALONE, launched_world
 
 HELD_OUT = 4  # every so many points are left out of a fit and predicted, to know its error
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -83,6 +85,7 @@ class Profiler:
         self._bench = Bench(model, DTYPES[dtype])
         self._overheads: list[list[float]] = []
         self._links: dict[str, LinkModel] = {}
+        self._since = sample()
 
     def run_round(self, progress: Callable[[str], None] = lambda line: None) -> None:
         """Measure everything once. Several rounds, minutes apart, see a machine whose speed drifts as a run does."""
@@ -102,7 +105,9 @@ class Profiler:
         )
 
     def costs(self) -> CostModel:
-        """The cost model, the same on every rank."""
+        """The cost model, the same on every rank; its notes say if others disturbed the measurement."""
+        foreign = foreign_cores(self._since, sample())
+        disturbed = disturbance(foreign, local_ranks=(launched_world() or ALONE).local_size)
         passes: dict[tuple[str, str], dict[int, CurveCost]] = defaultdict(dict)
         errors: dict[str, FitError] = {}
         for size, samples in self._samples.items():
@@ -134,6 +139,7 @@ class Profiler:
                 "ranks at work": dist.get_world_size() if dist.is_initialized() else 1,
                 "rounds": len(self._overheads),
                 "torch": torch.__version__,
+                **({"measurement": disturbed} if disturbed else {}),
             },
         )
 

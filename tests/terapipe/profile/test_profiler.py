@@ -12,7 +12,7 @@ from terapipe.profile.profiler import Grid, Profiler, held_out_error
 MODEL = llama(hidden=64, layers=3, heads=4, kv_heads=2, ffn_hidden=128, vocab=50, max_tokens=384)
 
 
-def test_a_round_measures_every_pass_of_every_layer(tmp_path):
+def test_a_round_measures_every_pass_of_every_layer(tmp_path, monkeypatch):
     profiler = Profiler(MODEL, tokens=384, micro_sizes=(1, 2), grid=Grid((48, 192, 384), (0,)))
     for _ in range(4):  # others may disturb a round
         profiler.run_round()
@@ -33,6 +33,10 @@ def test_a_round_measures_every_pass_of_every_layer(tmp_path):
     path.write_text(cost_file.to_json(costs))
     assert cost_file.load(path) == costs
     assert "block input_grad" in str(costs)
+    monkeypatch.setattr("terapipe.profile.profiler.foreign_cores", lambda before, after: 99.0)
+    assert "\nmeasurement: disturbed: others kept 99.00 of" in str(profiler.costs())
+    monkeypatch.setattr("terapipe.profile.profiler.foreign_cores", lambda before, after: 0.0)
+    assert "disturbed" not in str(profiler.costs())
 
 
 def test_layers_are_timed_behind_the_prefix_that_is_pretended():
