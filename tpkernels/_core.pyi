@@ -134,7 +134,7 @@ class RingGeometry:
     def format(self, memory: mmap, generation: int, first_epoch: int) -> None: ...
 
 class Trouble:
-    """Why a wait ended: outcome "closed", "gone", "silent" or "late"."""
+    """Why a wait ended: outcome "closed", "gone", "silent", "late", or "ended" by `give_up`."""
 
     outcome: str
     slot: int
@@ -175,6 +175,7 @@ class Ring:
     def watch(self, watch: Callable[[str, int], Any]) -> None:
         """For tests: `watch(action, tile)` before each action; true leaves a post or release out."""
 
+    def give_up(self) -> None: ...
     def reserve(self, key: Any) -> Any: ...
     def put(self, key: Any, x: Any) -> None: ...
     def put_sum(self, key: Any, dtype: int, columns: int, x: Rows, residual: Rows, num_threads: int) -> Any: ...

@@ -6,6 +6,7 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <atomic>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -21,7 +22,7 @@ using namespace tpk::links;
 namespace {
 
 struct Trouble {
-  Outcome outcome;
+  const char* outcome;
   uint32_t slot, tile, wanted, seen;
   double seconds;
 };
@@ -77,6 +78,9 @@ class PyRing {
   }
 
   uint64_t slot_offset(uint32_t slot) const { return ring_->slot(slot) - static_cast<std::byte*>(memory_.ptr); }
+
+  /// Ends this end's waits, now and later; from any thread.
+  void give_up() { given_up_.store(true, std::memory_order_relaxed); }
 
   // ---- the step
 
@@ -292,9 +296,9 @@ class PyRing {
       }
       arrived_at_ = Clock::now();
       if (outcome == Outcome::reached) return;
-      if (outcome != Outcome::waiting)
-        raise(
-            lose_(key, Trouble{outcome, wait.slot, wait.tile, wait.wanted, wait.seen, std::chrono::duration<double>(wait.waited).count()}));
+      if (outcome != Outcome::waiting || given_up_.load(std::memory_order_relaxed))
+        raise(lose_(key, Trouble{outcome == Outcome::waiting ? "ended" : name_of(outcome), wait.slot, wait.tile, wait.wanted, wait.seen,
+                                 std::chrono::duration<double>(wait.waited).count()}));
       if (PyErr_CheckSignals() != 0) throw py::error_already_set();
       open(); // a signal handler may have closed the link
     }
@@ -304,6 +308,7 @@ class PyRing {
   const pid_t owner_ = getpid();
   const py::object dtype_, refuse_, lose_;
   py::object watch_;
+  std::atomic<bool> given_up_{false};
   std::unique_ptr<Ring<>> ring_;
   Step step_;
   Clock::time_point began_at_, arrived_at_, posted_at_; // the last take's begin, the last wait's end, just before the last post
@@ -322,7 +327,7 @@ void bind_links(py::module_& m) {
         Ring<>::format(static_cast<std::byte*>(memory.request(true).ptr), g, generation, first_epoch);
       });
   py::class_<Trouble>(m, "Trouble")
-      .def_property_readonly("outcome", [](const Trouble& t) { return name_of(t.outcome); })
+      .def_readonly("outcome", &Trouble::outcome)
       .def_readonly("slot", &Trouble::slot)
       .def_readonly("tile", &Trouble::tile)
       .def_readonly("wanted", &Trouble::wanted)
@@ -342,6 +347,7 @@ void bind_links(py::module_& m) {
       .def_property_readonly("arrived_at", &PyRing::arrived_at)
       .def_property_readonly("posted_at", &PyRing::posted_at)
       .def("watch", &PyRing::watch)
+      .def("give_up", &PyRing::give_up)
       .def("reserve", &PyRing::reserve)
       .def("put", &PyRing::put)
       .def("put_sum", &PyRing::put_sum)

@@ -57,11 +57,11 @@ class Speed(NamedTuple):
 
 class LinkError(RuntimeError):
     """A hand-off did not happen.  `lost_peer` is the rank at the other end when it is gone or stands still, else
-    None."""
+    None; `late`: it is there, but time is up, or another rank's was."""
 
-    def __init__(self, message: str, *, lost_peer: int | None = None) -> None:
+    def __init__(self, message: str, *, lost_peer: int | None = None, late: bool = False) -> None:
         super().__init__(message)
-        self.lost_peer = lost_peer
+        self.lost_peer, self.late = lost_peer, late
 
 
 class Link(Protocol):
@@ -94,6 +94,9 @@ class Link(Protocol):
     def measure(self) -> Speed | None:
         """Both, before the first step: what the link can do; None at the receiver and where there is nothing to
         measure."""
+
+    def give_up(self) -> None:
+        """Both: end waits of this end soon, from any thread, where the medium can; the link is then of no more use."""
 
     def close(self) -> None:
         """Both: let go of the medium; a peer that waits on this link gets an error."""

@@ -97,6 +97,9 @@ class DistLink:
         transfer = max(statistics.median(seconds[whole.numel()][1:]) - latency, 1e-9)
         return Speed(latency * 1e6, self.spec.slot_bytes / transfer / 1e9)
 
+    def give_up(self) -> None:
+        pass  # torch ends a wait when the group's time is up
+
     def close(self) -> None:
         # gloo closes a connection when the last reference to its group is gone; the peer's wait then raises at once.
         self._sent.clear()

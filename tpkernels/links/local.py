@@ -67,6 +67,9 @@ class LocalLink:
     def measure(self) -> Speed | None:
         return None
 
+    def give_up(self) -> None:
+        pass  # never waits
+
     def close(self) -> None:
         self._occupant.clear()
         self._arrived.clear()

@@ -277,6 +277,9 @@ class PeerLink:
         latency = statistics.median(seconds[1][2:]) / 2
         return Speed(latency * 1e6, self.spec.slot_bytes / min(seconds[rounds[-1]][1:]) / 1e9)
 
+    def give_up(self) -> None:
+        self._words[0] = 1
+
     def close(self) -> None:
         if self._watch.is_alive():
             self._watch.stop()
@@ -369,6 +372,7 @@ class PeerLink:
             f"{self.spec}: rank {self._peer} {state}: waited in vain for {what} (slot {slot}, tile {tile}, "
             f"wanted epoch {want}, saw {got}, generation {self._memory.layout.generation}).",
             lost_peer=self._peer if self._watch.trouble else None,
+            late=not self._watch.trouble,
         )
 
     def _overwritten(self, key: Key | None, slot: int) -> LinkError:

@@ -217,6 +217,9 @@ class ShmLink:
         latency = statistics.median(seconds[1,]) / 2
         return Speed(latency * 1e6, self.spec.slot_bytes / min(seconds[self.spec.slot_shape][1:]) / 1e9)
 
+    def give_up(self) -> None:
+        self._ring.give_up()
+
     def close(self) -> None:
         self._order.closed = True
         self._ring.close()
@@ -248,12 +251,15 @@ def _lost(spec: LinkSpec, peer: int, key: Key, trouble: Any) -> LinkError:
         "gone": "is gone",
         "silent": "stands still (stopped or frozen)",
         "late": "is alive but did not come",
+        "ended": "had not come when another rank failed",
     }[trouble.outcome]
     what = "the first exchange" if key[0] == FIRST_EXCHANGE else f"stage {key[0]}, {name(key)}"
+    late = trouble.outcome in ("late", "ended")
     return LinkError(
         f"{spec}: rank {peer} {state}: waited {trouble.seconds:.1f} s for {what} (slot {trouble.slot}, "
         f"tile {trouble.tile}, wanted epoch {trouble.wanted}, saw {trouble.seen}).",
-        lost_peer=None if trouble.outcome == "late" else peer,
+        lost_peer=None if late else peer,
+        late=late,
     )
 
 

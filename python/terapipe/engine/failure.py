@@ -4,8 +4,10 @@ are closed.
 A rank that raises records (rank, action, cause) in the store that torch.distributed already has, and lets go of its
 links.  Its neighbours' waits then end with an error at once, they find the record, and stop in the same way, so the
 news travels along the pipeline in milliseconds and every rank names the same origin.  A rank that was killed leaves
-no record; then the neighbour that noticed is the first to write one. A watchdog thread publishes each rank's
-position and prints all positions when nothing has moved for a while.
+no record; then the neighbour that noticed is the first to write one. When a slice never comes, many ranks wait, most
+of them for what would follow from it, and the first whose time is up is any of them: it blames the rank that stands
+earliest in the plan, whose own wait names the slice. A watchdog thread publishes each rank's position and prints all
+positions when nothing has moved for a while.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import logging
 import threading
 import time
 import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
@@ -90,9 +93,10 @@ class FailureBoard:
         return self.origin(wait=False) or failure
 
     def origin(self, *, wait: bool) -> Failure | None:
-        """The first recorded failure; with `wait`, give it a moment to appear."""
+        """The first recorded failure; with `wait`, give it a moment to appear, unless it is this rank's to record."""
         if self._store is None:
             return None
+        wait = wait and self.blamed() != self.rank
         deadline = time.monotonic() + (self.SETTLE_SECONDS if wait else 0.0)
         while True:
             try:
@@ -103,6 +107,31 @@ class FailureBoard:
             if time.monotonic() >= deadline:
                 return None
             time.sleep(0.05)
+
+    def blame_earliest(self, order: Mapping[str, int], action: str) -> int:
+        """Of all ranks the one whose position comes first in `order` (action -> place), this rank's being `action`.
+        The first rank that asks decides for all."""
+        positions = {rank: self.position(rank).partition(" ")[0] for rank in range(self.ranks)} | {self.rank: action}
+        known = [rank for rank, position in positions.items() if position in order]
+        earliest = min(known, key=lambda rank: order[positions[rank]], default=self.rank)
+        try:
+            if self._store is not None:
+                self._store.compare_set("blamed", "", str(earliest))
+        except (RuntimeError, ValueError):
+            return self.rank
+        blamed = self.blamed()
+        return self.rank if blamed is None else blamed
+
+    def blamed(self) -> int | None:
+        """Whom `blame_earliest` named."""
+        try:
+            return int(self._store.get("blamed")) if self._store is not None and self._store.check(["blamed"]) else None
+        except (RuntimeError, ValueError):
+            return None
+
+    def troubled(self) -> bool:
+        """Whether any rank has failed."""
+        return self.blamed() is not None or self.origin(wait=False) is not None
 
     def publish(self, position: str) -> None:
         """Let the other ranks know where this one stands."""
@@ -122,10 +151,19 @@ class FailureBoard:
 
 class Watchdog:
     """A daemon thread: publishes this rank's position once a second and, when it has not moved for `stall_seconds`,
-    logs every rank's."""
+    logs every rank's. When another rank has failed or blames this one, it calls `give_up`, once: two ranks that wait
+    for each other would not hear of a third."""
 
-    def __init__(self, board: FailureBoard, *, stall_seconds: float = STALL_SECONDS, tick_seconds: float = 1.0) -> None:
+    def __init__(
+        self,
+        board: FailureBoard,
+        *,
+        give_up: Callable[[], None] = lambda: None,
+        stall_seconds: float = STALL_SECONDS,
+        tick_seconds: float = 1.0,
+    ) -> None:
         self._board, self._stall_seconds, self._tick_seconds = board, stall_seconds, tick_seconds
+        self._give_up: Callable[[], None] | None = give_up
         self._position, self._since, self._reported = "idle", time.monotonic(), False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="terapipe-watchdog", daemon=True)
@@ -147,6 +185,9 @@ class Watchdog:
                 if position != published:
                     self._board.publish(position)
                     published = position
+                if self._give_up is not None and self._board.troubled():
+                    self._give_up()
+                    self._give_up = None
                 if position != "idle" and time.monotonic() - since > self._stall_seconds and not self._reported:
                     self._reported = True
                     lines = [f"  rank {rank}: {self._board.position(rank)}" for rank in range(self._board.ranks)]

@@ -49,7 +49,7 @@ from terapipe.engine.start import LayerSource, Start, check_layers, check_starts
 from terapipe.engine.trial import joined, try_out
 from terapipe.engine.wiring import Expected, Wiring, link_specs, open_local_wiring, open_process_wiring
 from terapipe.models.linear import IN_PLACE
-from terapipe.schedule import Plan, check, ring_slots
+from terapipe.schedule import Plan, check, clock_order, ring_slots
 from terapipe.schedule.trace import TraceEvent
 from tpkernels import Mask
 from tpkernels.links import LinkError
@@ -181,7 +181,9 @@ class Pipeline:
             )
         )
         self._board = FailureBoard(self.rank, 1 if self._local else plan.ranks)
-        self._watchdog = None if self._local else Watchdog(self._board, stall_seconds=stall_seconds)
+        self._watchdog = (
+            None if self._local else Watchdog(self._board, give_up=self._wiring.give_up, stall_seconds=stall_seconds)
+        )
         at = self._watchdog.at if self._watchdog is not None else lambda position: None
         self._programs = [
             RankProgram(rank, plan.schedule, stages[rank], self._wiring.links, at=at) for rank in owned_ranks
@@ -433,10 +435,16 @@ class Pipeline:
         """Record the failure, close the links so that neighbours notice, drop the state, and raise with the origin."""
         failure = Failure(rank, action, words(cause))
         lost = cause.lost_peer if isinstance(cause, LinkError) else None
+        if isinstance(cause, LinkError) and cause.late:
+            order = {str(each): place for place, each in enumerate(clock_order(self.plan.schedule))}
+            self._board.blame_earliest(order, action)
+        blamed = self._board.blamed()
+        if blamed not in (None, rank):  # its wait ends when the links do
+            self._wiring.close()
         # A closed connection is somebody else's failure, whose record may need a moment to become readable.
-        origin = self._board.origin(wait=lost is not None or "onnection" in str(cause))
+        origin = self._board.origin(wait=lost is not None or blamed is not None or "onnection" in str(cause))
         if origin is None:
-            if lost is not None:
+            if lost is not None and blamed != rank:
                 ended = f"the process left no report; rank {rank} noticed in {action}: {cause}"
                 last_seen = f"an unknown action (last seen: {self._board.position(lost)})"
                 failure = Failure(lost, last_seen, ended)

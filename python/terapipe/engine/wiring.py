@@ -57,6 +57,9 @@ class Wiring(Protocol):
     def share(self, name: str, value: Tensor | None, *, like: Tensor | None) -> Tensor | None:
         """The value of the tied parameter `name` on every rank that holds one of its copies; None on any other."""
 
+    def give_up(self) -> None:
+        """End waits for links soon; from any thread."""
+
     def close(self) -> None:
         """Let go of every connection; peers that wait get an error."""
 
@@ -250,6 +253,10 @@ class _LocalWiring:
     def share(self, name: str, value: Tensor | None, *, like: Tensor | None) -> Tensor | None:
         return value
 
+    def give_up(self) -> None:
+        for link in self.links.values():
+            link.give_up()
+
     def close(self) -> None:
         for link in self.links.values():
             link.close()
@@ -295,6 +302,10 @@ class _ProcessWiring:
             buffer = torch.empty_like(like)
         dist.broadcast(buffer, source, group=group)
         return buffer
+
+    def give_up(self) -> None:
+        for link in self.links.values():
+            link.give_up()
 
     def close(self) -> None:
         for link in self.links.values():

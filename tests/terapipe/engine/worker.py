@@ -332,8 +332,8 @@ def stopped(rank: int, ranks: int) -> dict[str, Any]:
 
 
 def dropped(rank: int, ranks: int) -> dict[str, Any]:
-    """Rank 1 forgets to post its second slice to rank 2; nobody is dead or disconnected."""
-    pipeline = _pipeline(ranks, link_timeout=timedelta(seconds=1.5))
+    """Rank 1 forgets to post its second slice to rank 2; nobody is dead or disconnected. Rank 0's time is up first."""
+    pipeline = _pipeline(ranks, link_timeout=timedelta(seconds=2.5 if rank == 0 else 60))
     if rank == 1:
         link: Any = pipeline._wiring.links[Link(1, 2, "F")]
         posts = itertools.count()
