@@ -68,11 +68,13 @@ template <class Core> struct Forward {
       Core::pack_lanes(memory.q + panel * memory.depth * L, q, first_token * group + row, count, shape.head_dim, sign);
       const PanelIntervals& interval = memory.intervals[panel] =
           panel_intervals(params.mask, head.batch, group, first_token, row, count, L, memory.lo + row, memory.hi + row);
-      if (interval.empty) continue;
+      if (interval.empty) {
+        std::memset(memory.o + panel * memory.value_rows * L, 0, memory.value_rows * L * sizeof(float));
+        continue;
+      }
       if (interval.corners.first.lo < first_key) first_key = interval.corners.first.lo;
       if (interval.corners.last.hi > end_key) end_key = interval.corners.last.hi;
     }
-    std::memset(memory.o, 0, memory.panels * memory.value_rows * L * sizeof(float));
     std::memset(memory.sum, 0, memory.panels * L * sizeof(float));
     for (int64_t i = 0; i < memory.panels * L; ++i) memory.reference[i] = minus_infinity;
 
@@ -135,7 +137,9 @@ template <class Core> struct Forward {
             online_softmax<Core>(scores, p, keys, w.scale_log2, {memory.reference + panel * L, memory.sum + panel * L, memory.alpha});
         float* o = memory.o + panel * memory.value_rows * L;
         const auto columns = v_view.depth_from(range.begin);
-        if (rescale)
+        if (tile <= interval.corners.first.lo) // the panel's first tile: nothing was accumulated before
+          Core::template multiply<Update::store>(o, L, columns, p, L, memory.value_rows, keys);
+        else if (rescale)
           Core::template multiply<Update::scale_add>(o, L, columns, p, L, memory.value_rows, keys, L, memory.alpha);
         else
           Core::template multiply<Update::add>(o, L, columns, p, L, memory.value_rows, keys);
