@@ -74,8 +74,8 @@ class Part:
 CASES = (
     Case("small, 1024 tokens", "real", 2, 1024, hidden=256, layers=4, heads=4, rounds=5),
     Case("small, 2048 tokens", "real", 2, 2048, hidden=256, layers=4, heads=4, rounds=4),
-    Case("small, 4096 tokens", "real", 2, 4096, hidden=256, layers=4, heads=4, rounds=2),
-    Case("narrow, 8192 tokens", "real", 2, 8192, hidden=128, layers=2, heads=2, rounds=1),
+    Case("small, 4096 tokens", "real", 2, 4096, hidden=256, layers=4, heads=4, rounds=3),
+    Case("narrow, 8192 tokens", "real", 2, 8192, hidden=128, layers=2, heads=2, rounds=3),
     Case("wide, 1024 tokens", "real", 2, 1024, hidden=512, layers=4, heads=8, rounds=3),
     Case("wide, 2048 tokens", "real", 2, 2048, hidden=512, layers=2, heads=8, rounds=3),
     Case("gpt, 2048 tokens", "real", 2, 2048, hidden=256, layers=4, heads=4, family="gpt", vocab=2000, rounds=3),
