@@ -50,23 +50,25 @@ class ModelConfig:
             _require(
                 getattr(self, field) in legal, f"{field} is {getattr(self, field)!r}; choose one of {', '.join(legal)}"
             )
+        problems = []
+        if self.head_dim == 0 and self.hidden % self.heads:
+            problems.append(f"hidden {self.hidden} is not a multiple of heads {self.heads}; change one of them")
+        if self.head_dim and self.heads * self.head_dim != self.hidden:
+            problems.append(
+                f"heads {self.heads} x head_dim {self.head_dim} is {self.heads * self.head_dim}, but hidden is "
+                f"{self.hidden}; make them equal, or set head_dim to 0 to derive it"
+            )
+        if self.kv_heads and self.heads % self.kv_heads:
+            problems.append(
+                f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}; each KV head must serve the same "
+                "number of query heads"
+            )
         _require(
-            self.head_dim > 0 or self.hidden % self.heads == 0,
-            f"hidden {self.hidden} is not a multiple of heads {self.heads}; change one of them",
-        )
+            not problems, ". And ".join(problems)
+        )  # all that heads are part of: mending one must not show the next
         derived = {"kv_heads": self.heads, "head_dim": self.hidden // self.heads, "ffn_hidden": 4 * self.hidden}
         for field, value in derived.items():
             object.__setattr__(self, field, getattr(self, field) or value)
-        _require(
-            self.heads * self.head_dim == self.hidden,
-            f"heads {self.heads} x head_dim {self.head_dim} is {self.heads * self.head_dim}, but hidden is "
-            f"{self.hidden}; make them equal, or set head_dim to 0 to derive it",
-        )
-        _require(
-            self.heads % self.kv_heads == 0,
-            f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}; each KV head must serve the same "
-            "number of query heads",
-        )
         _require(
             self.position != "rope" or self.head_dim % 2 == 0,
             f"head_dim {self.head_dim} is odd; rotary positions turn pairs of channels, so make it even",

@@ -24,6 +24,8 @@ def test_sizes_left_out_are_derived() -> None:
     [
         ({"heads": 5, "head_dim": 0}, ["hidden 24", "heads 5"]),
         ({"kv_heads": 4}, ["heads 6", "kv_heads 4"]),
+        ({"heads": 5, "head_dim": 0, "kv_heads": 3}, ["hidden 24 is not a multiple of heads 5", "of kv_heads 3"]),
+        ({"head_dim": 8, "kv_heads": 4}, ["6 x head_dim 8 is 48", "heads 6 is not a multiple of kv_heads 4"]),
         ({"head_dim": 8}, ["6 x head_dim 8 is 48", "hidden is 24"]),
         ({"heads": 8, "head_dim": 3}, ["head_dim 3 is odd"]),
         ({"layers": 0}, ["layers is 0", "at least 1"]),
