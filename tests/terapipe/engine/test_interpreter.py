@@ -24,15 +24,26 @@ class Stage:
     def begin(self, *, evaluating: bool) -> None:
         self.log.append(("begin", self.index, evaluating))
 
-    def forward(self, micro: int, piece: int, hidden: Tensor | None, batch: Batch, *, reserve: Any) -> Tensor | None:
-        assert (hidden is None) == self.first and int(batch.tokens[0, 0]) == micro
-        value = torch.tensor(100.0 * micro + 10 * piece) if hidden is None else hidden + 1
+    def forward(
+        self, micro: int, piece: int, hidden: Tensor | None, batch: Batch, *, normed: Any, out: Any
+    ) -> Tensor | None:
+        """Half of the stages have the sum made where it is to go."""
+        assert (hidden is None) == self.first and int(batch.tokens[0, 0]) == micro and normed is None
+        one = torch.tensor(1.0)
+        if hidden is None:
+            value = torch.tensor(100.0 * micro + 10 * piece)
+        elif out is not None and self.index % 2:
+            value = out(hidden, one)
+        else:
+            value = hidden + one
         self.log.append((str(Action(self.index, "F", micro, piece)), float(value)))
         return None if self.last else value
 
-    def backward(self, micro: int, piece: int, gradient: Tensor) -> Tensor | None:
+    def backward(self, micro: int, piece: int, gradient: Tensor, *, reserve: Any) -> Tensor | None:
         self.log.append((str(Action(self.index, "B", micro, piece)), float(gradient)))
-        return None if self.first else gradient * 2
+        if self.first:
+            return None
+        return torch.mul(gradient, 2, out=reserve()) if reserve is not None and self.index % 2 else gradient * 2
 
 
 def _programs(schedule: Schedule, log: list[Any], slots: Any = None) -> list[RankProgram]:
@@ -126,7 +137,7 @@ def test_what_an_action_raises_names_rank_and_action() -> None:
     programs = _programs(schedule, [])
     programs[1]._at = positions.append
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise KeyError("lost")
 
     programs[1].stages[1].backward = fail  # type: ignore[method-assign, assignment]
