@@ -18,7 +18,19 @@ slices could not be the starting value.
 import triton
 import triton.language as tl
 
-from tpkernels.triton.pieces import LOG2E, end_key, first_key, first_token_at, load_tile, row_offsets, sees, tanh
+from tpkernels.triton.pieces import (
+    LOG2E,
+    end_key,
+    first_key,
+    first_token_at,
+    load_tile,
+    program,
+    quotient,
+    row_offsets,
+    sees,
+    tanh,
+    token_and_member,
+)
 
 _INTEGERS = (  # taken as they are: a kernel a value of `start` or `tokens` would be a compilation a slice
     "q_batch q_token q_head k_batch k_token k_head v_batch v_token v_head out_batch out_token out_head dout_batch "
@@ -65,12 +77,8 @@ def prepare(
     VARLEN: tl.constexpr,
 ):
     """delta, and lse in base 2; a row that is empty or not there has lse +inf, so that its p is 0."""
-    pid = tl.program_id(0)
-    tile = pid % tiles
+    tile, kv_head, batch = program(0, tiles, kv_heads)
     place = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    pid = pid // tiles
-    kv_head = (pid % kv_heads).to(tl.int64)
-    batch = (pid // kv_heads).to(tl.int64)
     q_begin = tokens * 0
     if VARLEN:
         q_begin = tl.load(cu_q_ptr + batch)
@@ -86,8 +94,8 @@ def prepare(
         lse_ptr += batch * lse_batch
     valid = (place >= shift) & (place - shift < tokens * GROUP)
     row = tl.maximum(place - shift, 0)
-    token = row // GROUP
-    head = kv_head * GROUP + row % GROUP
+    token, member = token_and_member(row, GROUP)
+    head = kv_head * GROUP + member
     columns = tl.arange(0, BLOCK_V)
     out_rows = out_ptr + (row_offsets(token, out_token, UNIT) + row_offsets(head, out_head, UNIT))[:, None]
     dout_rows = dout_ptr + (row_offsets(token, dout_token, UNIT) + row_offsets(head, dout_head, UNIT))[:, None]
@@ -169,23 +177,25 @@ def _walk_rows(
     # loop's instructions less than with offsets from each row's number, and no more registers.
     WHOLE: tl.constexpr = NEAR and not MASKED and BLOCK_M % GROUP == 0
     within = tl.arange(0, BLOCK_M)
-    q_within = within // GROUP * q_token + within % GROUP * q_head
-    dout_within = within // GROUP * dout_token + within % GROUP * dout_head
+    token_within, member_within = token_and_member(within, GROUP)
+    q_within = token_within * q_token + member_within * q_head
+    dout_within = token_within * dout_token + member_within * dout_head
     for step in range(0, end - begin):
         place = (end - 1 - step) * BLOCK_M + within
         row = place - shift
         inside = (row >= see_begin) & (row < see_end)
         if MASKED:
             row = tl.maximum(row, 0)
-        token = row // GROUP
+        token, member = token_and_member(row, GROUP)
         if WHOLE:
-            first = ((end - 1 - step) * BLOCK_M - shift) // GROUP
+            first = quotient((end - 1 - step) * BLOCK_M - shift, GROUP)
             q_rows = q_ptr + (tl.cast(q_within + first * q_token, tl.int64) * UNIT)[:, None]
             dout_rows = dout_ptr + (tl.cast(dout_within + first * dout_token, tl.int64) * UNIT)[:, None]
         else:
-            head = row % GROUP
-            q_rows = q_ptr + (row_offsets(token, q_token, UNIT) + row_offsets(head, q_head, UNIT))[:, None]
-            dout_rows = dout_ptr + (row_offsets(token, dout_token, UNIT) + row_offsets(head, dout_head, UNIT))[:, None]
+            q_rows = q_ptr + (row_offsets(token, q_token, UNIT) + row_offsets(member, q_head, UNIT))[:, None]
+            dout_rows = (
+                dout_ptr + (row_offsets(token, dout_token, UNIT) + row_offsets(member, dout_head, UNIT))[:, None]
+            )
         q = load_tile(q_rows + columns, inside, columns, MASKED, HEAD_DIM, BLOCK_D)
         lse = tl.load(lse_ptr + place)
         s = tl.dot(k, tl.trans(q), input_precision="ieee")  # [keys, rows]
@@ -231,11 +241,8 @@ def _sum_rows(
     VARLEN: tl.constexpr,
 ):
     """Pointers [BLOCK_N, 1] to this program's rows of the accumulators, and which of them exist."""
-    pid = tl.program_id(0) + zero
-    key = pid % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    pid = pid // tiles
-    kv_head = (pid % kv_heads).to(tl.int64)
-    batch = (pid // kv_heads).to(tl.int64)
+    tile, kv_head, batch = program(zero, tiles, kv_heads)
+    key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     if VARLEN:
         begin = tl.load(cu_k_ptr + batch)
         keys = tl.load(cu_k_ptr + batch + 1) - begin
@@ -316,11 +323,7 @@ def attention_backward_keys(
     VARLEN: tl.constexpr,
     REDUCE: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    key_tile = pid % tiles  # the first keys are seen by most rows
-    pid = pid // tiles
-    kv_head = (pid % kv_heads).to(tl.int64)
-    batch = (pid // kv_heads).to(tl.int64)
+    key_tile, kv_head, batch = program(0, tiles, kv_heads)  # the first keys are seen by most rows
     q_begin = tokens * 0
     if VARLEN:
         q_begin = tl.load(cu_q_ptr + batch)
@@ -360,12 +363,12 @@ def attention_backward_keys(
         return
     see_begin = see_begin * GROUP
     see_end = see_end * GROUP
-    begin = (see_begin + shift) // BLOCK_M
-    end = (see_end + shift + BLOCK_M - 1) // BLOCK_M
+    begin = quotient(see_begin + shift, BLOCK_M)
+    end = quotient(see_end + shift + BLOCK_M - 1, BLOCK_M)
     all_begin = tl.minimum(all_begin, tokens) * GROUP
     all_end = tl.maximum(all_end, 0) * GROUP
-    full_begin = tl.minimum(tl.maximum((all_begin + shift + BLOCK_M - 1) // BLOCK_M, begin), end)
-    full_end = tl.maximum(tl.minimum((all_end + shift) // BLOCK_M, end), full_begin)
+    full_begin = tl.minimum(tl.maximum(quotient(all_begin + shift + BLOCK_M - 1, BLOCK_M), begin), end)
+    full_end = tl.maximum(tl.minimum(quotient(all_end + shift, BLOCK_M), end), full_begin)
 
     key = key_begin + tl.arange(0, BLOCK_N)
     exists = key < keys

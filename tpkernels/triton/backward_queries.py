@@ -11,7 +11,17 @@ import triton
 import triton.language as tl
 
 from tpkernels.triton.backward import _INTEGERS, _packed_base, _weights
-from tpkernels.triton.pieces import LOG2E, key_tiles, load_tile, locate, query_rows, row_offsets, sees
+from tpkernels.triton.pieces import (
+    LOG2E,
+    key_tiles,
+    load_tile,
+    locate,
+    program,
+    query_rows,
+    row_offsets,
+    sees,
+    token_and_member,
+)
 
 
 @triton.jit
@@ -187,8 +197,8 @@ def attention_backward_queries(
     row_tile, _, kv_head, batch, q_begin, tokens = locate(zero, cu_q_ptr, most_tokens, kv_heads, tiles, 1, VARLEN)
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     valid = row < tokens * GROUP
-    token = row // GROUP
-    head = kv_head * GROUP + row % GROUP
+    token, member = token_and_member(row, GROUP)
+    head = kv_head * GROUP + member
     if VARLEN:
         dq_ptr += row_offsets(q_begin, dq_token, UNIT)
     else:
@@ -220,11 +230,8 @@ def round_rows(
     UNIT: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    row = pid % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    pid = pid // tiles
-    kv_head = (pid % kv_heads).to(tl.int64)
-    batch = (pid // kv_heads).to(tl.int64)
+    tile, kv_head, batch = program(0, tiles, kv_heads)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     q_begin = tokens * 0
     if VARLEN:
         q_begin = tl.load(cu_q_ptr + batch)
@@ -233,8 +240,8 @@ def round_rows(
     else:
         dq_ptr += row_offsets(batch, dq_batch, UNIT)
     valid = row < tokens * GROUP
-    token = row // GROUP
-    head = kv_head * GROUP + row % GROUP
+    token, member = token_and_member(row, GROUP)
+    head = kv_head * GROUP + member
     columns = tl.arange(0, BLOCK_D)
     base = _packed_base(batch, kv_head, q_begin, total_tiles, batch_tiles, GROUP, ALIGN, VARLEN) + shift
     packed_rows = packed_dq_ptr + ((base + row) * BLOCK_D)[:, None]
@@ -262,7 +269,8 @@ def sink_gradient(
     VARLEN: tl.constexpr,
 ):
     head = tl.program_id(0)
-    kv_head = (head // GROUP).to(tl.int64)
+    kv_head, member = token_and_member(head, GROUP)
+    kv_head = kv_head.to(tl.int64)
     sink = tl.load(sinks_ptr + head) * LOG2E
     total = tl.zeros([BLOCK_M], tl.float32)
     for row in range(0, batch):
@@ -275,7 +283,7 @@ def sink_gradient(
         for first in range(0, length, BLOCK_M):
             token = first + tl.arange(0, BLOCK_M)
             valid = token < length
-            place = base + shift + token.to(tl.int64) * GROUP + head % GROUP
+            place = base + shift + token.to(tl.int64) * GROUP + member
             lse = tl.load(packed_lse_ptr + place, mask=valid, other=float("inf"))
             delta = tl.load(packed_delta_ptr + place, mask=valid, other=0.0)
             share = tl.where(lse == float("inf"), 0.0, tl.exp2(sink - lse))

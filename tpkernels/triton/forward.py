@@ -19,10 +19,12 @@ from tpkernels.triton.pieces import (
     key_tiles,
     load_tile,
     locate,
+    program,
     query_rows,
     row_offsets,
     sees,
     tanh,
+    token_and_member,
 )
 
 _INTEGERS = (  # taken as they are: a kernel a value of `start` or `tokens` would be a compilation a slice
@@ -219,8 +221,8 @@ def attention_forward(
     )
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     valid = row < tokens * GROUP
-    token = row // GROUP
-    head = kv_head * GROUP + row % GROUP
+    token, member = token_and_member(row, GROUP)
+    head = kv_head * GROUP + member
     if VARLEN:
         out_ptr += row_offsets(q_begin, out_token, UNIT)
         lse_ptr += q_begin
@@ -296,11 +298,7 @@ def combine_splits(
     SINKS: tl.constexpr,
 ):
     """out = sum of exp(lse_s) * part_s over the splits, divided by the sum of exp(lse_s) and exp(sink)."""
-    pid = tl.program_id(0)
-    row_tile = pid % row_tiles
-    pid = pid // row_tiles
-    kv_head = (pid % kv_heads).to(tl.int64)
-    batch = (pid // kv_heads).to(tl.int64)
+    row_tile, kv_head, batch = program(0, row_tiles, kv_heads)
     if HAS_DOCUMENTS:
         documents_ptr += batch * documents_batch
     valid, token, head, lo, hi = query_rows(

@@ -57,6 +57,32 @@ def row_offsets(rows, stride, UNIT: tl.constexpr):
 
 
 @triton.jit
+def quotient(number, divisor):
+    """number // divisor in 32 bits, of numbers that are not negative.
+
+    Unsigned: a signed division leaves signs and absolute values in registers through the loops; kernels spill by it.
+    """
+    return (tl.cast(number, tl.uint32) // tl.cast(divisor, tl.uint32)).to(tl.int32)
+
+
+@triton.jit
+def token_and_member(row, GROUP: tl.constexpr):
+    """Of a packed row that is not negative: its token, and which query head of its group it is."""
+    token = quotient(row, GROUP)
+    return token, row - token * GROUP
+
+
+@triton.jit
+def program(zero, tiles, kv_heads):
+    """(tile, KV head, batch row) of a program; the tiles of one KV head follow each other. zero: as locate's."""
+    pid = tl.program_id(0) + zero
+    heads_before = quotient(pid, tiles)
+    batch = quotient(heads_before, kv_heads)
+    kv_head = heads_before - batch * kv_heads
+    return pid - heads_before * tiles, kv_head.to(tl.int64), batch.to(tl.int64)
+
+
+@triton.jit
 def locate(zero, cu_q_ptr, tokens, kv_heads, row_tiles, splits, VARLEN: tl.constexpr):
     """What the program works on: (query tile, split, KV head, sequence, its first token, its tokens).
 
@@ -64,13 +90,9 @@ def locate(zero, cu_q_ptr, tokens, kv_heads, row_tiles, splits, VARLEN: tl.const
     kernel that locates itself again for its epilogue, with that argument, does not hold addresses in registers through
     its loops (the compiler cannot see that they are the same), which is what keeps it from spilling.
     """
-    pid = tl.program_id(0) + zero
-    row_tile = row_tiles - 1 - pid % row_tiles
-    pid = pid // row_tiles
-    split = pid % splits
-    pid = pid // splits
-    kv_head = (pid % kv_heads).to(tl.int64)
-    batch = (pid // kv_heads).to(tl.int64)
+    place, kv_head, batch = program(zero, row_tiles * splits, kv_heads)
+    split = quotient(place, row_tiles)
+    row_tile = row_tiles - 1 - (place - split * row_tiles)
     q_begin = tokens * 0
     if VARLEN:
         q_begin = tl.load(cu_q_ptr + batch)
@@ -97,8 +119,8 @@ def query_rows(
     """Of a tile's packed rows: valid, token, query head, and the keys [lo, hi) each sees."""
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     valid = row < tokens * GROUP
-    token = row // GROUP
-    head = kv_head * GROUP + row % GROUP
+    token, member = token_and_member(row, GROUP)
+    head = kv_head * GROUP + member
     lo = first_key(start + token, documents_ptr, token, valid, left, HAS_LEFT, HAS_DOCUMENTS)
     hi = end_key(start + token, keys, right, HAS_RIGHT)
     return valid, token, head, lo, hi
@@ -137,22 +159,22 @@ def key_tiles(
 
     The tile's first and last row bound what any of it sees, and what all of it sees.
     """
-    first = row_tile * BLOCK_M // GROUP
-    last = (tl.minimum((row_tile + 1) * BLOCK_M, tokens * GROUP) - 1) // GROUP
+    first = quotient(row_tile * BLOCK_M, GROUP)
+    last = quotient(tl.minimum((row_tile + 1) * BLOCK_M, tokens * GROUP) - 1, GROUP)
     see_begin = tl.maximum(first_key(start + first, documents_ptr, first, True, left, HAS_LEFT, HAS_DOCUMENTS), 0)
     all_begin = tl.maximum(first_key(start + last, documents_ptr, last, True, left, HAS_LEFT, HAS_DOCUMENTS), 0)
     all_end = tl.maximum(end_key(start + first, keys, right, HAS_RIGHT), 0)
     see_end = tl.maximum(end_key(start + last, keys, right, HAS_RIGHT), 0)
-    begin = see_begin // BLOCK_N
-    end = tl.maximum((see_end + BLOCK_N - 1) // BLOCK_N, begin)
+    begin = quotient(see_begin, BLOCK_N)
+    end = tl.maximum(quotient(see_end + BLOCK_N - 1, BLOCK_N), begin)
     if SPLIT:
-        share = (end - begin + splits - 1) // splits
+        share = quotient(end - begin + splits - 1, splits)
         begin = tl.minimum(begin + split * share, end)
         end = tl.minimum(begin + share, end)
     full_begin = begin
     if HAS_LEFT or HAS_DOCUMENTS:
-        full_begin = tl.minimum(tl.maximum((all_begin + BLOCK_N - 1) // BLOCK_N, begin), end)
-    full_end = tl.maximum(tl.minimum(all_end // BLOCK_N, end), full_begin)
+        full_begin = tl.minimum(tl.maximum(quotient(all_begin + BLOCK_N - 1, BLOCK_N), begin), end)
+    full_end = tl.maximum(tl.minimum(quotient(all_end, BLOCK_N), end), full_begin)
     return begin, full_begin, full_end, end, see_begin, see_end
 
 

@@ -12,6 +12,7 @@ changing a number changes results in the last bits. `python -m tpkernels.triton.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -125,18 +126,38 @@ _TABLE: tuple[tuple[tuple[str, ...], int, int, Kind, Tile], ...] = (
     (_EVERY, 128, 4, "queries", Tile(16, 16, 8, 1, "255 registers")),
     (_EVERY, 256, 4, "queries", Tile(16, 16, 8, 1, "the least tile there is", 248)),
 )
+# (Triton's version, architecture, largest head_dim, bytes, kind) -> what that version alone has in place of the row.
+_TABLE_OF_VERSION: dict[tuple[str, str, int, int, Kind], Tile] = {
+    ("3.6", "sm90", 128, 2, "keys"): Tile(64, 128, 8, 2, "the same; deterministic, two tile bounds spill, no loop", 8),
+    # 3.9 puts a fence before each wgmma and holds more addresses through the loops; 64 rows spill 136 bytes, in them.
+    ("3.9", "sm90", 128, 2, "keys"): Tile(32, 128, 8, 2, "136 KiB, 241 registers; 64 rows, one stage spill 96 bytes"),
+    ("3.9", "sm90", 256, 2, "keys"): Tile(32, 64, 8, 2, "the same; it spills 224 bytes elsewhere", 304),
+}
 SMALL_ROWS = 32  # of the kernels that only move rows: combine_splits, round_rows
 SINK_TOKENS = 1024  # a step of sink_gradient, which has one program a head
 
 
-def find(architecture: str, head_dim: int, dtype_bytes: int, kind: Kind) -> Tile:
-    """The tile of a kernel; ValueError when no row serves."""
+@functools.cache
+def triton_version() -> str:
+    """Major and minor version of the Triton that is installed, without importing it; empty when none is."""
+    for name in ("triton", "pytorch-triton", "triton-windows"):
+        try:
+            return ".".join(importlib.metadata.version(name).split(".")[:2])
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def find(architecture: str, head_dim: int, dtype_bytes: int, kind: Kind, *, version: str | None = None) -> Tile:
+    """The tile of a kernel; ValueError when no row serves. version: of Triton, the installed one by default."""
+    if version is None:
+        version = triton_version()
     for names, largest, size, row_kind, tile in _TABLE:
         interpreted = architecture == INTERPRETER and INTERPRETER in names
         if architecture in names and head_dim <= largest and kind == row_kind and (interpreted or dtype_bytes == size):
-            return tile
+            return _TABLE_OF_VERSION.get((version, architecture, largest, size, kind), tile)
     if kind == "few queries":
-        return find(architecture, head_dim, dtype_bytes, "queries")
+        return find(architecture, head_dim, dtype_bytes, "queries", version=version)
     raise ValueError(f"no {kind} tile for {architecture}, head_dim {head_dim}, dtypes of {dtype_bytes} bytes")
 
 

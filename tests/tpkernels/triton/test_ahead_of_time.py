@@ -83,14 +83,16 @@ def test_compiled_kernels_keep_their_promises(subject, compiled):
     assert not broken, broken
 
 
-def test_the_table_serves_every_call(device):
+@pytest.mark.parametrize("version", ["3.6", "3.7", "3.8", "3.9", ""])
+def test_the_table_serves_every_call(version, device):
     """Every architecture, head_dim, dtype and kind has one row, with its reason, that a compiler accepts."""
     from tpkernels.triton import tiles
 
     for architecture in (*tiles.ARCHITECTURES, tiles.INTERPRETER):
         for head_dim in (1, 64, 65, 128, 129, 256):
             for dtype in (torch.float32, torch.float16, torch.bfloat16):
-                found = {kind: tiles.find(architecture, head_dim, dtype.itemsize, kind) for kind in tiles.KINDS}
+                size = dtype.itemsize
+                found = {kind: tiles.find(architecture, head_dim, size, kind, version=version) for kind in tiles.KINDS}
                 for tile in found.values():
                     assert tile.reason and all(n & (n - 1) == 0 for n in tile[:3]) and min(tile.rows, tile.keys) >= 16
                 # The bits of dq must not depend on how many query tiles a slice has.
@@ -98,6 +100,19 @@ def test_the_table_serves_every_call(device):
                 assert found["few queries"].rows <= found["queries"].rows
     with pytest.raises(ValueError, match="no forward tile for sm90, head_dim 300"):
         tiles.find("sm90", 300, 2, "forward")
+
+
+def test_a_version_of_triton_changes_its_own_rows_only():
+    """A row for one version is found by that version, at the head_dims of the row it replaces and no others."""
+    from tpkernels.triton import tiles
+
+    for (version, architecture, largest, size, kind), own in tiles._TABLE_OF_VERSION.items():
+        assert tiles.find(architecture, largest, size, kind, version=version) is own
+        assert tiles.find(architecture, largest // 2 + 1, size, kind, version=version) is own
+        assert tiles.find(architecture, largest // 2, size, kind, version=version) is not own
+        assert tiles.find(architecture, largest, size, kind, version="") is not own
+    triton = pytest.importorskip("triton", reason="triton is not installed")
+    assert triton.__version__.startswith(tiles.triton_version() + ".")
 
 
 def test_an_odd_stride_gives_up_wide_accesses_only_then(device):

@@ -1,5 +1,5 @@
-"""The drop-in functions on the Triton kernels, against the same calls on the reference backend, which test_compat.py
-compares with torch and with formulas. Packed sequences run on kernels of their own here (varlen.py)."""
+"""The drop-in functions on the Triton kernels, against the same calls on the reference backend, which test_compat*.py
+compare with torch and with formulas. Packed sequences run on kernels of their own here (varlen.py)."""
 
 from __future__ import annotations
 
