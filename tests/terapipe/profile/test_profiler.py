@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import pytest
 
 from terapipe.models.presets import gpt, llama
@@ -39,16 +41,27 @@ def test_a_round_measures_every_pass_of_every_layer(tmp_path, monkeypatch):
     assert "disturbed" not in str(profiler.costs())
 
 
-def test_layers_are_timed_behind_the_prefix_that_is_pretended():
-    """A block of one slice behind 3072 tokens reads 48 times the keys of one at the start."""
-    model = llama(hidden=128, layers=1, heads=2, kv_heads=2, ffn_hidden=16, vocab=50, max_tokens=3136)
-    profiler = Profiler(model, tokens=3136, grid=Grid((64, 3136), (0, 3072)))
-    for _ in range(4):  # others may disturb a round
-        profiler.run_round()
-        block = profiler.costs().layers["block"]
-        if all(cost(64, 3072) > 2 * cost(64, 0) for cost in (block.forward[1], block.input_grad[1])):
-            return
-    pytest.fail(f"a long prefix costs nothing: {block.forward[1]}, {block.input_grad[1]}")
+def test_slices_run_behind_the_prefix_that_is_pretended():
+    """Attention reads as many keys as the point says: those that the cache holds and the slice's own."""
+    bench = Profiler(MODEL, tokens=384)._bench
+    for length, start in ((48, 0), (48, 96), (48, 336)):
+        found: list[tuple[int, int]] = []
+        block = bench.layers["blocks.0"]
+        forward = block.forward
+
+        def spy(hidden, cache, *rest, found=found, forward=forward, **options):
+            found.append((cache.length, hidden.shape[1]))
+            return forward(hidden, cache, *rest, **options)
+
+        block.forward = spy
+        samples = defaultdict(list)
+        bench.measure(length, start, tokens=384, micro_size=1, samples=samples)
+        block.forward = forward
+        slices = {(start, length)} | ({(start + length, length)} if start + 2 * length <= 384 else set())
+        assert set(found) == slices
+        behind = {place for kind, name, _, place in samples if kind == "block" and name == "forward"}
+        assert behind == {place for place, _ in slices}
+        assert {place for kind, name, _, place in samples if name == "input_grad"} == {start}
 
 
 def test_a_grid_leaves_out_what_does_not_fit():
