@@ -29,6 +29,8 @@ STALL_SECONDS = 120.0  # no action finished for this long: print where every ran
 
 BETWEEN_STEPS = "between steps"  # the action of a rank that fails in code of its own
 
+NOWHERE, IDLE = "nowhere yet", "idle"  # positions of a rank that has said nothing, and of one between two steps
+
 _boards = itertools.count()  # ranks make their common pipelines in one order, so this names the same one everywhere
 
 
@@ -44,6 +46,17 @@ class Failure:
 def words(cause: BaseException) -> str:
     """How a cause is reported."""
     return f"{type(cause).__name__}: {cause}"
+
+
+def lost_rank(rank: int, position: str, *, noticed: str, cause: BaseException) -> Failure:
+    """The failure of a rank that left no record, as its neighbour saw it; position: where it last said it stood."""
+    what = (
+        "the process stands still (stopped, or its machine frozen)"
+        if "stands still" in str(cause)
+        else "the process ended without a word (killed, perhaps for want of memory; crashed; or its host is gone)"
+    )
+    place = {NOWHERE: "its start", IDLE: BETWEEN_STEPS}.get(position, f"{position}, or soon after")
+    return Failure(rank, place, f"{what}; its own output and its host's log may say why. {noticed}")
 
 
 def let_go(cause: BaseException) -> None:
@@ -146,7 +159,7 @@ class FailureBoard:
                 return self._store.get(key).decode()
         except (RuntimeError, ValueError):
             pass
-        return "nowhere yet"
+        return NOWHERE
 
 
 class Watchdog:
@@ -164,7 +177,7 @@ class Watchdog:
     ) -> None:
         self._board, self._stall_seconds, self._tick_seconds = board, stall_seconds, tick_seconds
         self._give_up: Callable[[], None] | None = give_up
-        self._position, self._since, self._reported = "idle", time.monotonic(), False
+        self._position, self._since, self._reported = IDLE, time.monotonic(), False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="terapipe-watchdog", daemon=True)
         self._thread.start()
@@ -188,7 +201,7 @@ class Watchdog:
                 if self._give_up is not None and self._board.troubled():
                     self._give_up()
                     self._give_up = None
-                if position != "idle" and time.monotonic() - since > self._stall_seconds and not self._reported:
+                if position != IDLE and time.monotonic() - since > self._stall_seconds and not self._reported:
                     self._reported = True
                     lines = [f"  rank {rank}: {self._board.position(rank)}" for rank in range(self._board.ranks)]
                     logger.warning(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import resource
 import sys
@@ -32,12 +33,14 @@ from terapipe.engine.batch import NO_TARGET, Batch, KnownIds
 from terapipe.engine.census import Tie, own_parameters, take_census
 from terapipe.engine.failure import (
     BETWEEN_STEPS,
+    IDLE,
     STALL_SECONDS,
     Failure,
     FailureBoard,
     PipelineError,
     Watchdog,
     let_go,
+    lost_rank,
     words,
 )
 from terapipe.engine.handoff import TIMES, HandOff, HandOffSummary, hand_offs, summarize
@@ -53,6 +56,8 @@ from terapipe.schedule import Plan, check, clock_order, ring_slots
 from terapipe.schedule.trace import TraceEvent
 from tpkernels import Mask
 from tpkernels.links import LinkError
+
+logger = logging.getLogger("terapipe")
 
 
 @dataclass(frozen=True)
@@ -397,7 +402,7 @@ class Pipeline:
             self._fail("the end of the step", error, rank=self.rank)
         finally:
             if self._watchdog is not None:
-                self._watchdog.at("idle")
+                self._watchdog.at(IDLE)
 
     def _expected(self, evaluating: bool) -> Expected:
         """Per link the keys and shapes of the step's transfers, in order."""
@@ -429,7 +434,7 @@ class Pipeline:
             self._fail(action, error, rank=self.rank)
         finally:
             if self._watchdog is not None:
-                self._watchdog.at("idle")
+                self._watchdog.at(IDLE)
 
     def _fail(self, action: str, cause: BaseException, *, rank: int) -> None:
         """Record the failure, close the links so that neighbours notice, drop the state, and raise with the origin."""
@@ -445,9 +450,10 @@ class Pipeline:
         origin = self._board.origin(wait=lost is not None or blamed is not None or "onnection" in str(cause))
         if origin is None:
             if lost is not None and blamed != rank:
-                ended = f"the process left no report; rank {rank} noticed in {action}: {cause}"
-                last_seen = f"an unknown action (last seen: {self._board.position(lost)})"
-                failure = Failure(lost, last_seen, ended)
+                logger.debug("rank %d noticed by: %s", rank, cause)
+                failure = lost_rank(
+                    lost, self._board.position(lost), noticed=f"Rank {rank} noticed in {action}", cause=cause
+                )
             origin = self._board.record(failure)
         error = PipelineError(origin, here=rank)
         self._broken = error

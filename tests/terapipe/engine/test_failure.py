@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from worker import CAUGHT
 
-from terapipe.engine.failure import Failure, FailureBoard, PipelineError, Watchdog, words
-from tpkernels.links import shm_missing
+from terapipe.engine.failure import Failure, FailureBoard, PipelineError, Watchdog, lost_rank, words
+from tpkernels.links import LinkError, shm_missing
 
 WITHIN_S = 8.0
 ACTION = {
@@ -111,7 +111,7 @@ def test_a_killed_rank_is_named_by_its_neighbours(
     assert processes.status == 137
     errors = capfd.readouterr().err
     assert "terapipe: rank 2 was ended by signal SIGKILL" in errors
-    origin = r"rank 2 failed in an unknown action \(last seen: .*\): the process left no report; rank 1 noticed"
+    origin = r"rank 2 failed in .*, or soon after: the process ended without a word \(killed.*\. Rank 1 noticed"
     for rank in (0, 1):
         assert re.search(f"rank {rank} stopped because {origin} in 1B0", errors), errors[-3000:]
 
@@ -125,9 +125,9 @@ def test_a_rank_that_stands_still_is_named_by_its_neighbours(
     assert processes.status == 1
     assert all(_gone(pid) for pid in processes.pids)
     errors = capfd.readouterr().err
-    origin = r"rank 2 failed in an unknown action \(last seen: .*\): the process left no report; rank 1 noticed in 1B0"
+    origin = r"rank 2 failed in .*, or soon after: the process stands still.*\. Rank 1 noticed in 1B0"
     for rank in (0, 1):
-        assert re.search(f"rank {rank} stopped because {origin}.*rank 2 stands still", errors), errors[-3000:]
+        assert re.search(f"rank {rank} stopped because {origin}", errors), errors[-3000:]
 
 
 @pytest.mark.timeout(90)
@@ -158,6 +158,25 @@ def test_a_board_without_a_store_remembers_nothing() -> None:
     board.publish("0F0.0")
     assert board.position(0) == "nowhere yet"
     assert board.blame_earliest({"0F0.0": 0}, "0F0.0") == 0 and board.blamed() is None
+
+
+@pytest.mark.parametrize(
+    ("position", "place"),
+    [
+        ("2B0.1 (5 of 8)", "in 2B0.1 (5 of 8), or soon after"),
+        ("idle", "between steps"),
+        ("nowhere yet", "in its start"),
+    ],
+)
+def test_a_rank_that_left_no_word_is_told_of_in_words_for_users(position: str, place: str) -> None:
+    gone = LinkError("link 1->2 (activations): rank 2 is gone: waited 0.1 s (slot 0, wanted epoch 3)", lost_peer=2)
+    failure = lost_rank(2, position, noticed="Rank 1 noticed in 1B0.1", cause=gone)
+    assert str(PipelineError(failure, here=1)) == (
+        f"rank 1 stopped because rank 2 failed {place}: the process ended without a word (killed, perhaps for want of "
+        "memory; crashed; or its host is gone); its own output and its host's log may say why. Rank 1 noticed in 1B0.1"
+    )
+    still = LinkError("link 1->2 (activations): rank 2 stands still (stopped or frozen): waited 10.0 s", lost_peer=2)
+    assert lost_rank(2, position, noticed="", cause=still).cause.startswith("the process stands still (stopped, or")
 
 
 def test_the_message_says_who_stopped_because_of_whom() -> None:
