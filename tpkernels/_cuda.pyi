@@ -1,7 +1,9 @@
 """tpkernels._cuda: the CUDA kernels, built when TPK_CUDA asks for them or a GPU and nvcc are there.
 
 Tensors are (address, batch stride, token stride, head stride), rows (address, stride); address 0 is no tensor. `stream`
-is a cudaStream_t. `allocate` turns bytes into the address of device memory that outlives the call's kernels.
+is a cudaStream_t. `allocate` turns bytes into the address of device memory that outlives the call's kernels. A slot of
+a peer link is the addresses of data, claim, flags, credit, uses, arrived, control and words, then its budget in
+nanoseconds and its index; all 0 is none.
 """
 
 from collections.abc import Callable
@@ -110,6 +112,72 @@ def cache_append(
     cache_v: Tensor,
     turns: int,
     turns_batch_stride: int,
+    device: int,
+    stream: int,
+) -> None: ...
+
+peer_words: dict[str, int]
+peer_tile_rows: int
+
+def peer_take_credit(*, slot: tuple[int, ...], device: int, stream: int) -> None: ...
+def peer_begin_use(*, slot: tuple[int, ...], tiles: int, device: int, stream: int) -> None: ...
+def peer_end_use(*, slot: tuple[int, ...], release: bool, device: int, stream: int) -> None: ...
+def peer_add_put(
+    *,
+    slot: tuple[int, ...],
+    dtype: int,
+    rows: int,
+    columns: int,
+    x: int,
+    residual: int,
+    out: int,
+    device: int,
+    stream: int,
+) -> None: ...
+def peer_wait_norm(
+    *,
+    slot: tuple[int, ...],
+    dtype: int,
+    rms: bool,
+    rows: int,
+    columns: int,
+    eps: float,
+    x: int,
+    out: int,
+    weight: int,
+    bias: int,
+    mean: int,
+    rstd: int,
+    device: int,
+    stream: int,
+) -> None: ...
+def peer_matmul_add_put(
+    *,
+    slot: tuple[int, ...],
+    dtype: int,
+    rows: int,
+    n: int,
+    k: int,
+    transposed: bool,
+    a: int,
+    b: int,
+    residual: int,
+    out: int,
+    device: int,
+    stream: int,
+) -> None: ...
+def peer_wait_matmul(
+    *,
+    slot: tuple[int, ...],
+    dtype: int,
+    rows: int,
+    n: int,
+    k: int,
+    transposed: bool,
+    a: int,
+    b: int,
+    residual: int,
+    out: int,
     device: int,
     stream: int,
 ) -> None: ...

@@ -7,6 +7,7 @@
 
 #include "bindings/attention_arguments.h"
 #include "bindings/cuda_fused.h"
+#include "bindings/cuda_peer.h"
 #include "cuda/attention.h"
 
 #ifndef TPK_CUDA_MODULE
@@ -70,4 +71,5 @@ PYBIND11_MODULE(TPK_CUDA_MODULE, m) {
         arg("lse"), arg("dq"), arg("dk"), arg("dv"), arg("dsinks"), arg("mask"), arg("scale"), arg("softcap"), arg("sinks"),
         arg("deterministic"), arg("device"), arg("stream"), arg("allocate"));
   bind_cuda_fused(m);
+  bind_cuda_peer(m);
 }

@@ -11,8 +11,8 @@ using namespace tpk::emulator;
 namespace {
 
 void register_tensor(const std::string& name, int64_t address, uint32_t item_bytes, std::vector<int64_t> sizes,
-                     std::vector<int64_t> strides, bool writable, bool fresh) {
-  session().tensors.add({name, static_cast<uintptr_t>(address), item_bytes, writable, fresh, std::move(sizes), std::move(strides)});
+                     std::vector<int64_t> strides, bool writable, bool fresh, bool shared) {
+  session().tensors.add({name, static_cast<uintptr_t>(address), item_bytes, writable, fresh, shared, std::move(sizes), std::move(strides)});
 }
 
 py::dict take_report() {
@@ -44,12 +44,21 @@ py::dict take_report() {
 PYBIND11_MODULE(tpk_emulator, m) {
   m.doc() = "CUDA kernels of tpkernels on the host, with every access checked. For tests.";
   m.def("register_tensor", &register_tensor, py::arg("name"), py::arg("address"), py::arg("item_bytes"), py::arg("sizes"),
-        py::arg("strides"), py::arg("writable"), py::arg("fresh") = false);
+        py::arg("strides"), py::arg("writable"), py::arg("fresh") = false, py::arg("shared") = false);
+  m.def("remove_tensor", [](const std::string& name) { session().tensors.remove(name); }, py::arg("name"));
   m.def("first_unwritten", [](const std::string& name) { return session().tensors.first_unwritten(name); }, py::arg("name"));
-  m.def("clear_tensors", [] { session().tensors.clear(); });
+  m.def("clear_tensors", [] { session().clear(); });
   m.def(
-      "configure", [](uint32_t host_threads, bool backwards) { session().host_threads = host_threads, session().backwards = backwards; },
-      py::arg("host_threads"), py::arg("backwards"));
+      "configure",
+      [](uint32_t host_threads, bool backwards, uint32_t seed) {
+        session().host_threads = host_threads, session().backwards = backwards, session().seed = seed;
+      },
+      py::arg("host_threads"), py::arg("backwards"), py::arg("seed") = 0);
+  m.def("hold", [] { session().hold(); });
+  m.def("run_held", [] {
+    const py::gil_scoped_release unlocked;
+    session().run_held();
+  });
   m.def(
       "set_device",
       [](int capability, int multiprocessors, int shared_bytes) {
@@ -60,11 +69,12 @@ PYBIND11_MODULE(tpk_emulator, m) {
   m.def(
       "run_test_kernel",
       [](const std::string& name, int64_t grid, int threads, int64_t shared_bytes, const std::array<int64_t, 4>& addresses,
-         const std::array<int64_t, 4>& sizes) {
+         const std::array<int64_t, 4>& sizes, int device, int64_t stream) {
         TestTask task{{}, sizes};
         for (size_t i = 0; i < 4; ++i) task.tensors[i] = reinterpret_cast<void*>(addresses[i]);
         const py::gil_scoped_release unlocked;
-        run_test_kernel(name, grid, threads, shared_bytes, task);
+        run_test_kernel(name, grid, threads, shared_bytes, task, {device, reinterpret_cast<void*>(stream)});
       },
-      py::arg("name"), py::arg("grid"), py::arg("threads"), py::arg("shared_bytes"), py::arg("addresses"), py::arg("sizes"));
+      py::arg("name"), py::arg("grid"), py::arg("threads"), py::arg("shared_bytes"), py::arg("addresses"), py::arg("sizes"),
+      py::arg("device") = 0, py::arg("stream") = 0);
 }

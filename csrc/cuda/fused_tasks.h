@@ -6,7 +6,7 @@
 
 namespace tpk {
 
-// A thread owns up to two chunks of 8 elements of a row, so a block of 1024 threads a row of 16384.
+// A thread owns up to two chunks of 16 bytes of a row, so a block of 1024 threads a row of 16384 elements of 16 bits.
 inline constexpr int norm_chunks = 2, largest_norm_dim = norm_chunks * 8 * 1024;
 // Rows whose share of the weights' gradients one block sums: fixed, so that the sums do not depend on the device.
 inline constexpr int64_t norm_block_rows = 16;
@@ -32,8 +32,8 @@ struct AppendTask {
 };
 
 // Threads of a block that norms a row at a time.
-constexpr int norm_threads(int64_t dim) {
-  const int64_t threads = (dim + norm_chunks * 8 - 1) / (norm_chunks * 8);
+constexpr int norm_threads(int64_t dim, int width = 8) {
+  const int64_t threads = (dim + norm_chunks * width - 1) / (norm_chunks * width);
   return int((threads + 31) / 32 * 32);
 }
 

@@ -1,10 +1,11 @@
 // cuda/norm.cuh: residual addition with RMSNorm or LayerNorm, and its backward.                                          (kernels)
-// A block norms a row at a time, in registers: a thread owns chunks of 8 elements. A row's result depends on that row alone. The weights'
+// A block norms a row at a time, in registers: a thread owns chunks of 16 bytes. A row's result depends on that row alone. The weights'
 // gradients are summed over fixed blocks of 16 rows, whose shares norm_weight_sums adds in order: no atomics, one order of addition.
 #pragma once
 
 #include "cuda/device.cuh"
 #include "cuda/fused_tasks.h"
+#include "cuda/row_chunk.cuh"
 
 namespace tpk {
 
@@ -26,67 +27,40 @@ TPK_DEVICE float2 block_sum(float2 x) {
   return total;
 }
 
-template <class Element> struct NormChunk {
-  float value[8];
-
-  TPK_DEVICE void load(const Element* row, int chunk) {
-    const uint4 packed = ptx::load_global_16(row + chunk * 8);
-    const uint32_t pairs[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 pair = ptx::unpack2<Element>(pairs[i]);
-      value[2 * i] = pair.x, value[2 * i + 1] = pair.y;
-    }
-  }
-  TPK_DEVICE void store(Element* row, int chunk) const {
-    ptx::store_global_16(row + chunk * 8, make_uint4(ptx::pack2<Element>(value[0], value[1]), ptx::pack2<Element>(value[2], value[3]),
-                                                     ptx::pack2<Element>(value[4], value[5]), ptx::pack2<Element>(value[6], value[7])));
-  }
-  // To the storage type and back.
-  TPK_DEVICE void round() {
-#pragma unroll
-    for (int i = 0; i < 8; i += 2) {
-      const float2 pair = ptx::unpack2<Element>(ptx::pack2<Element>(value[i], value[i + 1]));
-      value[i] = pair.x, value[i + 1] = pair.y;
-    }
-  }
-};
-
 // f(i, chunk) for the chunks of a row that the thread owns.
-template <class F> TPK_DEVICE void own_chunks(int64_t dim, const F& f) {
+template <class Element, class F> TPK_DEVICE void own_chunks(int64_t dim, const F& f) {
 #pragma unroll
   for (int i = 0; i < norm_chunks; ++i) {
     const int chunk = threadIdx.x + i * blockDim.x;
-    if (chunk < dim / 8) f(i, chunk);
+    if (chunk < dim / RowChunk<Element>::width) f(i, chunk);
   }
 }
 
-template <class Element> __global__ void __launch_bounds__(1024) norm_forward(const __grid_constant__ NormForwardTask task) {
-  const NormForward& call = task.call;
+// One row of a call. Also of rows that come from another device (peer_rows.cuh).
+template <class Element> TPK_DEVICE void norm_row(const NormForward& call, int64_t row) {
+  constexpr int width = RowChunk<Element>::width;
   const auto* weight = static_cast<const Element*>(call.weight);
   const auto* bias = static_cast<const Element*>(call.bias);
-  const int64_t row = blockIdx.x;
   const float share = 1.0f / float(call.dim);
-  NormChunk<Element> x[norm_chunks];
+  RowChunk<Element> x[norm_chunks];
   float2 sum = make_float2(0, 0);
-  own_chunks(call.dim, [&](int i, int chunk) {
+  own_chunks<Element>(call.dim, [&](int i, int chunk) {
     x[i].load(call.x.row<const Element>(row), chunk);
     if (call.delta.data != nullptr) {
-      NormChunk<Element> delta;
+      RowChunk<Element> delta;
       delta.load(call.delta.row<const Element>(row), chunk);
-#pragma unroll
-      for (int e = 0; e < 8; ++e) x[i].value[e] += delta.value[e];
+      x[i].add(delta);
       x[i].round();
       x[i].store(call.total.row<Element>(row), chunk);
     }
 #pragma unroll
-    for (int e = 0; e < 8; ++e) sum.x += x[i].value[e];
+    for (int e = 0; e < width; ++e) sum.x += x[i].value[e];
   });
   const float mean = call.rms ? 0.0f : block_sum(sum).x * share;
   sum.x = 0;
-  own_chunks(call.dim, [&](int i, int) {
+  own_chunks<Element>(call.dim, [&](int i, int) {
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
+    for (int e = 0; e < width; ++e) {
       x[i].value[e] -= mean;
       sum.x = fmaf(x[i].value[e], x[i].value[e], sum.x);
     }
@@ -96,17 +70,21 @@ template <class Element> __global__ void __launch_bounds__(1024) norm_forward(co
     if (!call.rms) call.mean[row] = mean;
     call.rstd[row] = rstd;
   }
-  own_chunks(call.dim, [&](int i, int chunk) {
-    NormChunk<Element> scale, shift;
+  own_chunks<Element>(call.dim, [&](int i, int chunk) {
+    RowChunk<Element> scale, shift;
     scale.load(weight, chunk);
     if (bias != nullptr) shift.load(bias, chunk);
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
+    for (int e = 0; e < width; ++e) {
       x[i].value[e] *= rstd * scale.value[e];
       if (bias != nullptr) x[i].value[e] += shift.value[e];
     }
     x[i].store(call.out.row<Element>(row), chunk);
   });
+}
+
+template <class Element> __global__ void __launch_bounds__(1024) norm_forward(const __grid_constant__ NormForwardTask task) {
+  norm_row<Element>(task.call, blockIdx.x);
 }
 
 template <class Element> __global__ void __launch_bounds__(1024) norm_backward(const __grid_constant__ NormBackwardTask task) {
@@ -119,15 +97,15 @@ template <class Element> __global__ void __launch_bounds__(1024) norm_backward(c
   for (int64_t row = first; row < end; ++row) {
     const float mean = call.rms ? 0.0f : call.mean[row], rstd = call.rstd[row];
     // Both passes read the row: held in registers between them it would spill, and it is in the L1 cache.
-    const auto read = [&](int chunk, NormChunk<Element>& normed, NormChunk<Element>& dout) {
+    const auto read = [&](int chunk, RowChunk<Element>& normed, RowChunk<Element>& dout) {
       normed.load(call.x.row<const Element>(row), chunk);
       dout.load(call.dout.row<const Element>(row), chunk);
 #pragma unroll
       for (int e = 0; e < 8; ++e) normed.value[e] = (normed.value[e] - mean) * rstd;
     };
     float2 sums = make_float2(0, 0); // of dout * weight * normed, and of dout * weight
-    own_chunks(call.dim, [&](int i, int chunk) {
-      NormChunk<Element> normed, dout, scale;
+    own_chunks<Element>(call.dim, [&](int i, int chunk) {
+      RowChunk<Element> normed, dout, scale;
       read(chunk, normed, dout);
       scale.load(weight, chunk);
 #pragma unroll
@@ -141,8 +119,8 @@ template <class Element> __global__ void __launch_bounds__(1024) norm_backward(c
     });
     const float2 total = block_sum(sums);
     const float along = total.x * share, across = call.rms ? 0.0f : total.y * share;
-    own_chunks(call.dim, [&](int, int chunk) {
-      NormChunk<Element> normed, dx, scale, beside{};
+    own_chunks<Element>(call.dim, [&](int, int chunk) {
+      RowChunk<Element> normed, dx, scale, beside{};
       read(chunk, normed, dx);
       scale.load(weight, chunk);
       if (call.dresidual.data != nullptr) beside.load(call.dresidual.row<const Element>(row), chunk);
@@ -153,7 +131,7 @@ template <class Element> __global__ void __launch_bounds__(1024) norm_backward(c
     });
   }
   if (task.shares == nullptr) return;
-  own_chunks(call.dim, [&](int i, int chunk) {
+  own_chunks<Element>(call.dim, [&](int i, int chunk) {
     float* shares = task.shares + int64_t(blockIdx.x) * 2 * call.dim + chunk * 8;
 #pragma unroll
     for (int e = 0; e < 8; e += 4) {

@@ -80,6 +80,45 @@ TPK_DEVICE void red_add_4(float* global, float a, float b, float c, float d) {
 #endif
 }
 
+// ---- words that order what others see: aligned, 32 bits; .gpu within a device, .sys also with other devices and the host --------
+
+TPK_DEVICE uint32_t load_relaxed_sys(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+TPK_DEVICE uint32_t load_relaxed_gpu(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+// Whoever acquires the value sees this thread's writes before it, and those that it has seen: of its block after a barrier.
+TPK_DEVICE void store_release_sys(uint32_t* word, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+// After a relaxed load of a released value it makes that load an acquire.
+TPK_DEVICE void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+// *word += value; returns what was there.
+TPK_DEVICE uint32_t add_acq_rel_gpu(uint32_t* word, uint32_t value) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(value) : "memory");
+  return before;
+}
+// *word = value; returns what was there.
+TPK_DEVICE uint32_t exchange_relaxed_gpu(uint32_t* word, uint32_t value) {
+  uint32_t before;
+  asm volatile("atom.relaxed.gpu.global.exch.b32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(value) : "memory");
+  return before;
+}
+// Nanoseconds, on some devices in steps of a microsecond.
+TPK_DEVICE uint64_t global_timer() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+// About so long, to leave the memory to others.
+TPK_DEVICE void nanosleep(uint32_t nanoseconds) { asm volatile("nanosleep.u32 %0;" ::"r"(nanoseconds)); }
+
 // ---- arithmetic ---------------------------------------------------------------------------------------------------------------
 
 // 2^x to two ulp; -inf gives 0, a result below 2^-126 is 0.

@@ -1,6 +1,7 @@
 // emulator/block.h: one block of a launch as it runs: its threads as fibers, their meetings, its shared memory and what is known of it.
 // Threads run one after another, each until it has to wait; a warp goes on as long as one of its lanes can, so that its stacks stay in the
-// cache. Who waits for whom is kept in bit masks. Trap: everything here is called from a fiber, between two instructions of device code.
+// cache. Who waits for whom is kept in bit masks. Several blocks may be at work on one host thread: one that rests lets others go on.
+// Trap: everything here is called from a fiber, between two instructions of device code.
 #pragma once
 
 #include <array>
@@ -13,6 +14,7 @@
 #include "emulator/banks.h"
 #include "emulator/clocks.h"
 #include "emulator/fiber.h"
+#include "emulator/order.h"
 #include "emulator/report.h"
 #include "emulator/shadow.h"
 #include "emulator/tensors.h"
@@ -20,14 +22,25 @@
 namespace tpk::emulator {
 
 inline constexpr uint32_t lanes = 32, max_threads = 1024, max_barriers = 16, max_shared_bytes = 227 << 10;
+// Shared memory lies in the middle of a mapping without access, so that stray pointers near it are known for what they are.
+inline constexpr size_t shared_margin = 1 << 20, shared_window = 1 << 20;
+inline constexpr unsigned char poison = 0xff; // NaN in every format
 
-// Parameters of a launch. body(params) runs one thread of the kernel.
+// Parameters of a launch. body(params) runs one thread of the kernel. Launches of one stream of a device run one after another.
 struct Launch {
   std::string kernel;
   uint32_t grid = 0, threads = 0, shared_bytes = 0;
   void (*body)(const void* params) = nullptr;
   const void* params = nullptr;
   size_t params_bytes = 0;
+  uint32_t device = 0;
+  uint64_t stream = 0;
+};
+
+// A block among those of all launches, and what was known when its launch began.
+struct Identity {
+  uint32_t stream = 0, launch = 0, block = 0, device = 0;
+  Known known;
 };
 
 struct AsyncCopy {
@@ -46,6 +59,8 @@ struct Thread {
   std::vector<AsyncCopy> copies;
   std::vector<size_t> copy_groups;
   size_t copies_done = 0;
+  // Of other blocks: what the thread knows, what it may know after a fence, and what its last fence lets others know.
+  Known known, observed, fenced;
 
   size_t copies_begun() const { return copies_done + copies.size(); }
 };
@@ -89,8 +104,17 @@ class Block {
   ~Block();
 
   // Runs the block to its end, or to a finding that nothing can follow.
-  void run(const Launch& launch, uint32_t index, bool backwards, Tensors& tensors, Report& report);
+  void run(const Launch& launch, uint32_t index, bool backwards, Tensors& tensors, Report& report) {
+    begin(launch, index, backwards, tensors, report, {});
+    while (!go_on()) {
+    }
+    end();
+  }
   bool stopped() const { return stopped_; } // by such a finding
+  // The same in steps: go_on() returns true at the end, false when every thread that can go on would rather let other blocks do so.
+  void begin(const Launch& launch, uint32_t index, bool backwards, Tensors& tensors, Report& report, const Identity& identity);
+  bool go_on();
+  void end();
 
   // ---- the running thread ----
   uint32_t thread() const { return thread_; }
@@ -99,14 +123,17 @@ class Block {
   Thread& self() { return threads_[thread_]; }
   const Launch& launch() const { return *launch_; }
   uint32_t index() const { return index_; }
+  void rest(); // lets others go on
 
   // ---- memory ----
   unsigned char* shared() const { return shared_; }
   // A plain access of device code to any address.
   void access(uintptr_t address, uint32_t bytes, Access access, bool aligned, Pc pc);
   void shared_access(uint32_t offset, uint32_t bytes, Access access, Pc pc, bool log = true);
-  void global_access(uintptr_t address, uint32_t bytes, Access access, Pc pc);
+  void global_access(uintptr_t address, uint32_t bytes, Access access, Pc pc, Scope scope = Scope::plain);
   void require_shared(uint32_t offset, uint32_t bytes, uint32_t alignment, Pc pc);
+  // An access to a word that is meant for others, so never torn, at a scope.
+  void strong_access(const void* word, Access access, Scope scope, Pc pc);
   void begin_copy(const AsyncCopy& copy, Pc pc);
   void commit_copies() { self().copy_groups.push_back(self().copies_begun()); }
   void wait_for_copies(size_t groups_left);
@@ -134,6 +161,12 @@ class Block {
   void wait(const char* what, Pc pc);
   void wake(uint32_t thread);
 
+  // ---- order among blocks (order.h) ----
+  const Identity& identity() const { return identity_; }
+  Known tell(); // what the thread knows of all blocks, its own included, from here on
+  void learn(const Known& known) { self().known = joined(self().known, known); }
+  Known known_at_the_end() const; // by any thread, of other blocks
+
   Clocks clocks;
   Shadow shadow;
   Banks banks;
@@ -154,11 +187,14 @@ class Block {
   bool arrive_at_warp(const char* what, uint32_t mask, Pc pc);
   void leave_warp(uint32_t mask);
   void suspend();
-  void switch_to_next();
+  Fiber& next();
+  template <class Threads> void share_knowledge(const Threads& threads);
   void settle_banks(Warp& warp);
   void report_standstill();
   void report_clash(const Clash& clash, Access access, uint32_t offset, uint32_t bytes, Pc pc);
   void report_clash(const BlockClash& clash, Access access, uintptr_t address, uint32_t bytes, Pc pc);
+  void report_clash(const OrderClash& clash, Access access, uintptr_t address, uint32_t bytes, Pc pc);
+  void watched_access(OrderWatch& watch, uint64_t offset, Access access, Scope scope, uintptr_t address, uint32_t bytes, Pc pc);
   void finish_copies(Thread& thread, uint32_t index, size_t end, int32_t clock);
   Mbarrier& mbarrier(uint32_t offset, const char* what, Pc pc);
   void complete_if_done(Mbarrier& barrier);
@@ -177,6 +213,8 @@ class Block {
   bool backwards_ = false, stopped_ = false;
   const Launch* launch_ = nullptr;
   uint32_t index_ = 0, num_exited_ = 0;
+  Identity identity_;
+  std::vector<uint32_t> resting_;
 
   std::unique_ptr<Stacks> stacks_;
   std::unique_ptr<Thread[]> threads_;

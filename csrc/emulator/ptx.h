@@ -31,6 +31,14 @@ void store_global_16(void* global, Quad value);
 void store_global_8(void* global, uint64_t value);
 void red_add(float* global, float value);
 void red_add_4(float* global, FloatQuad values);
+// ordering.cpp
+uint32_t load_relaxed(const uint32_t* word, bool system);
+void store_word(uint32_t* word, uint32_t value, bool release, bool system);
+void fence_acq_rel();
+uint32_t atomic_add(uint32_t* word, uint32_t value, bool acquire_release);
+uint32_t atomic_exchange(uint32_t* word, uint32_t value);
+uint64_t global_timer();
+void nanosleep();
 // async_copies.cpp
 void cp_async(uint32_t shared, const void* global, uint32_t bytes, uint32_t read_bytes);
 void cp_async_commit();
@@ -86,6 +94,15 @@ __forceinline__ void store_global_8(void* global, uint2 value) { emulator::store
 inline constexpr int reduction_width = TPK_ARCH >= 900 ? 4 : 1;
 __forceinline__ void red_add(float* global, float value) { emulator::red_add(global, value); }
 __forceinline__ void red_add_4(float* global, float a, float b, float c, float d) { emulator::red_add_4(global, {a, b, c, d}); }
+
+__forceinline__ uint32_t load_relaxed_sys(const uint32_t* word) { return emulator::load_relaxed(word, true); }
+__forceinline__ uint32_t load_relaxed_gpu(const uint32_t* word) { return emulator::load_relaxed(word, false); }
+__forceinline__ void store_release_sys(uint32_t* word, uint32_t value) { emulator::store_word(word, value, true, true); }
+__forceinline__ void fence_acq_rel_sys() { emulator::fence_acq_rel(); }
+__forceinline__ uint32_t add_acq_rel_gpu(uint32_t* word, uint32_t value) { return emulator::atomic_add(word, value, true); }
+__forceinline__ uint32_t exchange_relaxed_gpu(uint32_t* word, uint32_t value) { return emulator::atomic_exchange(word, value); }
+__forceinline__ uint64_t global_timer() { return emulator::global_timer(); }
+__forceinline__ void nanosleep(uint32_t) { emulator::nanosleep(); }
 
 // The flushes to zero are those of the instructions; their last bits are not.
 __forceinline__ float exp2_approx(float x) {

@@ -1,10 +1,12 @@
 // emulator/report.cpp: addresses become source lines by addr2line, which comes with the compiler.
 #include "emulator/report.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <dlfcn.h>
 #include <memory>
 #include <mutex>
+#include <string_view>
 
 namespace tpk::emulator {
 namespace {
@@ -64,6 +66,21 @@ std::string place(Pc pc) {
   find_places({pc});
   const std::lock_guard lock(known_mutex);
   return known_places[pc];
+}
+
+void merge(Report& into, Report&& from) {
+  for (Finding& finding : from.findings) {
+    const auto same = std::find_if(into.findings.begin(), into.findings.end(), [&](const Finding& other) {
+      return other.pc == finding.pc && other.other_pc == finding.other_pc && std::string_view(other.kind) == finding.kind;
+    });
+    if (same != into.findings.end())
+      same->count += finding.count;
+    else
+      into.findings.push_back(std::move(finding));
+  }
+  into.findings_left_out += from.findings_left_out;
+  for (const auto& [pc, counts] : from.banks) into.banks[pc] += counts;
+  for (const auto& [operation, times] : from.operations) into.operations[operation] += times;
 }
 
 std::string Finding::text() const {

@@ -33,6 +33,9 @@ struct Report {
   std::map<std::string, uint64_t> blocks;     // that ran, of each kernel
 };
 
+// Findings at the same places become one.
+void merge(Report& into, Report&& from);
+
 // Source line of an instruction, and of the calls it was inlined into, innermost first: "csrc/cuda/a.cuh:12 < csrc/cuda/b.cuh:80".
 std::string place(Pc pc);
 // Looks up many at once, which is much faster.

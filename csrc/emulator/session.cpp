@@ -1,32 +1,12 @@
 // emulator/session.cpp: the blocks of a grid, over host threads.
 #include "emulator/session.h"
 
-#include "cuda/attention.h"
-
 #include <algorithm>
 #include <atomic>
 #include <thread>
 #include <utility>
 
 namespace tpk::emulator {
-namespace {
-
-void merge(Report& into, Report&& from) {
-  for (Finding& finding : from.findings) {
-    const auto same = std::find_if(into.findings.begin(), into.findings.end(), [&](const Finding& other) {
-      return other.pc == finding.pc && other.other_pc == finding.other_pc && std::string_view(other.kind) == finding.kind;
-    });
-    if (same != into.findings.end())
-      same->count += finding.count;
-    else
-      into.findings.push_back(std::move(finding));
-  }
-  into.findings_left_out += from.findings_left_out;
-  for (const auto& [pc, counts] : from.banks) into.banks[pc] += counts;
-  for (const auto& [operation, times] : from.operations) into.operations[operation] += times;
-}
-
-} // namespace
 
 Session& session() {
   static Session the_session;
@@ -37,6 +17,11 @@ void Session::run(const Launch& launch) {
   if (launch.threads % lanes != 0)
     throw std::invalid_argument("emulator: launch of " + launch.kernel + " with " + std::to_string(launch.threads) +
                                 " threads; use a multiple of 32");
+  if (tensors.any_shared()) {
+    enqueue(launch);
+    if (!holding_) run_streams();
+    return;
+  }
   tensors.begin_launch();
   const uint32_t workers = std::clamp(host_threads, 1u, launch.grid);
   while (blocks_.size() < workers) blocks_.push_back(std::make_unique<Block>());
@@ -56,6 +41,13 @@ void Session::run(const Launch& launch) {
   for (std::thread& helper : helpers) helper.join();
   report_.blocks[launch.kernel] += launch.grid;
   for (Report& report : reports) merge(report_, std::move(report));
+}
+
+void Session::clear() {
+  tensors.clear();
+  published.clear();
+  streams_.clear();
+  holding_ = false;
 }
 
 Report Session::take_report() { return std::exchange(report_, Report{}); }

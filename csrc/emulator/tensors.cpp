@@ -35,7 +35,9 @@ void Tensors::add(Tensor tensor) {
   std::reverse(entry.outer.begin(), entry.outer.end());
   entry.begin = tensor.data;
   entry.end = tensor.data + static_cast<uintptr_t>((last + 1) * tensor.item_bytes);
-  if (tensor.writable && entry.end - entry.begin <= most_watched_bytes)
+  if (tensor.shared)
+    entry.order = std::make_shared<OrderWatch>(entry.end - entry.begin, tensor.fresh);
+  else if (tensor.writable && entry.end - entry.begin <= most_watched_bytes)
     entry.watch = std::make_shared<GlobalWatch>(entry.end - entry.begin, tensor.fresh);
   entry.tensor = std::move(tensor);
   entries_.push_back(std::move(entry));
@@ -64,6 +66,10 @@ Tensors::Entry* Tensors::find_run(uintptr_t address, uint32_t bytes, bool write)
     return &entry;
   }
   return nullptr;
+}
+
+bool Tensors::any_shared() const {
+  return std::any_of(entries_.begin(), entries_.end(), [](const Entry& entry) { return entry.tensor.shared; });
 }
 
 std::string Tensors::first_unwritten(const std::string& name) const {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "emulator/global_watch.h"
+#include "emulator/order.h"
 
 namespace tpk::emulator {
 
@@ -18,6 +19,7 @@ struct Tensor {
   uint32_t item_bytes = 0;
   bool writable = false;
   bool fresh = false;                  // holds garbage until it is written
+  bool shared = false;                 // launches of several streams write it, and order their accesses themselves
   std::vector<int64_t> sizes, strides; // in elements
 };
 
@@ -25,6 +27,10 @@ class Tensors {
  public:
   void add(Tensor tensor);
   void clear() { entries_.clear(); }
+  void remove(const std::string& name) {
+    std::erase_if(entries_, [&](const Entry& entry) { return entry.tensor.name == name; });
+  }
+  bool any_shared() const;
   void begin_launch() {
     for (Entry& entry : entries_)
       if (entry.watch) entry.watch->begin_launch();
@@ -34,6 +40,8 @@ class Tensors {
   struct Touch {
     bool allowed = false;
     BlockClash clash;
+    OrderWatch* order = nullptr; // of a shared tensor, to be asked for `offset`
+    uint64_t offset = 0;
   };
   Touch touch(uintptr_t address, uint32_t bytes, Access access, uint32_t block) {
     Entry* found = nullptr;
@@ -45,6 +53,7 @@ class Tensors {
     }
     if (found == nullptr) found = find_run(address, bytes, access != Access::read);
     if (found == nullptr) return {};
+    if (found->order) return {true, {}, found->order.get(), address - found->begin};
     return {true, found->watch ? found->watch->touch(access, block, address - found->begin, bytes) : BlockClash{}};
   }
   // Index of the first element of a fresh tensor that nothing has written, as "[0, 1]"; empty when there is none.
@@ -68,6 +77,7 @@ class Tensors {
     bool nested = true;
     uintptr_t run_begin = 0, run_bytes = 0; // the contiguous run of the last access
     std::shared_ptr<GlobalWatch> watch;     // of a writable tensor; host threads share it
+    std::shared_ptr<OrderWatch> order;      // instead, of a shared one
   };
 
   Entry* find_run(uintptr_t address, uint32_t bytes, bool write);

@@ -293,10 +293,11 @@ constexpr TestKernel kernels[] = {
 
 } // namespace
 
-void run_test_kernel(const std::string& name, int64_t grid, int threads, int64_t shared_bytes, const TestTask& task) {
-  for (const std::span<const TestKernel> table : {std::span<const TestKernel>(kernels), fragment_kernels()})
+void run_test_kernel(const std::string& name, int64_t grid, int threads, int64_t shared_bytes, const TestTask& task,
+                     const cuda::Place& place) {
+  for (const std::span<const TestKernel> table : {std::span<const TestKernel>(kernels), fragment_kernels(), order_kernels()})
     for (const TestKernel& entry : table)
-      if (name == entry.name) return EmulatorLauncher().run(entry.kernel, entry.name, grid, threads, shared_bytes, task);
+      if (name == entry.name) return EmulatorLauncher{place}.run(entry.kernel, entry.name, grid, threads, shared_bytes, task);
   throw std::invalid_argument("emulator: there is no test kernel " + name);
 }
 

@@ -1,5 +1,6 @@
-"""Links between two GPUs of one host: Triton kernels write a slice into the slot in the receiver's memory by tiles, and
-the receiver's first kernel starts on the tiles that came (tpkernels/triton/hand_off.py; memory: peer_memory.py).
+"""Links between two GPUs of one host: kernels write a slice into the slot in the receiver's memory by tiles, and the
+receiver's first kernel starts on the tiles that came (tpkernels/hand_off.py; memory: peer_memory.py). The kernels are
+Triton's or, by request, those in CUDA C++.
 
 Nothing here waits on the host: a call launches kernels on the current stream, and one link is used from one stream. A
 wait that fails says so in words that the host reads at its next call and at `finish`, which alone synchronises. A
@@ -20,13 +21,16 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpkernels import cuda_peer, hand_off
+from tpkernels.cuda import CudaBackend
 from tpkernels.fused_reference import NormValues
+from tpkernels.hand_off import Language, Slot
 from tpkernels.links.base import Key, LinkError, LinkSpec, Order, Speed, Transfers, check_put, name
 from tpkernels.links.shm import MEET_S, SILENCE_S, TIMEOUT_S, meet
 
@@ -34,25 +38,25 @@ if sys.platform == "linux":
     from tpkernels.links import peer_memory
     from tpkernels.links.peer_memory import PeerMemory
 
-if TYPE_CHECKING:
-    from tpkernels.triton.launch import Launch
-    from tpkernels.triton.plan_hand_off import Slot
-
 BEAT_S = 0.02
-TURNS_PER_S = 1000  # of a wait in the interpreter, about
 
 
-def peer_missing(device: torch.device | None = None) -> str:
-    """Why this process cannot use peer links, for tensors on `device` if that is given; empty when it can. On a CPU
-    they are for tests, in Triton's interpreter."""
+def peer_missing(device: torch.device | None = None, language: str = "triton") -> str:
+    """Why this process cannot use peer links by kernels in `language`, for tensors on `device` if that is given; empty
+    when it can. On a CPU they are for tests, in Triton's interpreter."""
     if sys.platform != "linux":
         return f"needs Linux, this is {sys.platform}"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed (pip install triton)"
-    if device is not None and device.type == "cpu":
-        from tpkernels.triton import launch
+    if language == "triton":
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed (pip install triton)"
+        if device is not None and device.type == "cpu":
+            from tpkernels.triton import launch
 
-        return "" if launch.INTERPRETED else "its ranks compute on a CPU"
+            return "" if launch.INTERPRETED else "its ranks compute on a CPU"
+    elif device is not None and device.type == "cpu":
+        return "its ranks compute on a CPU"
+    elif reason := CudaBackend().unusable():
+        return reason
     if not torch.cuda.is_available():
         return "there is no CUDA device"
     count = torch.cuda.device_count()
@@ -61,6 +65,22 @@ def peer_missing(device: torch.device | None = None) -> str:
     if not any(torch.cuda.can_device_access_peer(a, b) for a in range(count) for b in range(count) if a != b):
         return f"no two of the {count} GPUs can access each other's memory (nvidia-smi topo -p2p r)"
     return ""
+
+
+def load_language(name: Language | str | None, device: torch.device) -> Language:
+    """Kernels by name; None: Triton's, but where those in CUDA C++ have passed their tests on hardware. ValueError for
+    an unknown name."""
+    if name is None:
+        name = "cuda" if device.type == "cuda" and _capability(device) in cuda_peer.PROVEN else "triton"
+    if not isinstance(name, str):
+        return name
+    if name == "cuda":
+        return cuda_peer.CudaPeer()
+    if name != "triton":
+        raise ValueError(f"unknown language {name!r} of the kernels of a peer link; choose 'triton' or 'cuda'.")
+    from tpkernels.triton import plan_hand_off
+
+    return plan_hand_off
 
 
 class Product(NamedTuple):
@@ -94,11 +114,11 @@ class PeerLink:
         silence_s: float = SILENCE_S,
         timeout_s: float = TIMEOUT_S,
         poison: bool = False,
+        language: Language | str | None = None,
     ) -> None:
-        """silence_s, timeout_s, poison: as for `ShmLink`; timeout_s ends a wait inside a kernel."""
-        from tpkernels.triton import hand_off, launch
-        from tpkernels.triton.plan_hand_off import Slot
-
+        """silence_s, timeout_s, poison: as for `ShmLink`; timeout_s ends a wait inside a kernel. language: of this
+        end's kernels, "triton" or "cuda"."""
+        self._kernels = load_language(language, spec.device)
         self.spec, self._memory, self._poison, self._sender = spec, memory, poison, sender
         self._peer = spec.destination if sender else spec.source
         cuda = spec.device.type == "cuda"
@@ -118,12 +138,11 @@ class PeerLink:
                 torch.zeros(layout.tiles, **own),
                 control,
                 self._words,
-                int(timeout_s * (1e9 if cuda else TURNS_PER_S)),
+                int(timeout_s * self._kernels.TICKS_PER_S),
                 layout.tile_rows,
             )
             for index in range(spec.slots)
         ]
-        self._run: Callable[[list[Launch], torch.device], None] = launch.run
         self._step: dict[Key, _Place] = {}
         self._order = Order(spec)
         self._held: set[Key] = set()
@@ -136,29 +155,28 @@ class PeerLink:
     def open(spec: LinkSpec, group: dist.ProcessGroup, *, first_epoch: int = 0, **options: Any) -> PeerLink:
         """Meet the other end through `group`; options: of the constructor. LinkError on both ends when either cannot.
         On CPU tensors only in Triton's interpreter."""
-        missing = peer_missing(spec.device)
+        kernels = load_language(options.pop("language", None), spec.device)
+        missing = peer_missing(spec.device, "cuda" if isinstance(kernels, cuda_peer.CudaPeer) else "triton")
         if spec.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             missing = f"its kernels add in fp32, too few bits for {spec.dtype}"
         if missing:
             raise LinkError(f"{spec}: links 'peer' cannot be had: {missing}.")
-        from tpkernels.triton.plan_hand_off import TILE_ROWS
-
         sender = dist.get_rank() == spec.source
         try:
             met, generation = meet(
                 spec,
                 group,
                 lambda generation: peer_memory.offer_memory(
-                    peer_memory.layout_of(spec, TILE_ROWS, generation, first_epoch), spec.device
+                    peer_memory.layout_of(spec, kernels.TILE_ROWS, generation, first_epoch), spec.device
                 ),
             )
-            layout = peer_memory.layout_of(spec, TILE_ROWS, generation, first_epoch)
+            layout = peer_memory.layout_of(spec, kernels.TILE_ROWS, generation, first_epoch)
             try:
                 memory = peer_memory.map_memory(met, layout, spec.device, sender=sender, timeout_s=MEET_S)
             except BaseException:
                 met.close()  # so that the other end need not wait for a handle
                 raise
-            return PeerLink(spec, memory, sender=sender, **options)
+            return PeerLink(spec, memory, sender=sender, language=kernels, **options)
         except (OSError, ValueError) as error:
             raise LinkError(f"{spec}: the two ends did not come together: {error}") from error
 
@@ -173,33 +191,28 @@ class PeerLink:
 
     def reserve(self, key: Key) -> Tensor:
         """Takes the slot's credit; the tensor is this GPU's own, as other ops cannot write the peer's memory."""
-        from tpkernels.triton import plan_hand_off as plan
-
         place = self._next(key)
         self._begin(key, place)
-        self._launch(plan.take_credit(place.slot))
+        self._launch(self._kernels.take_credit(place.slot))
         self._reserved = key
         return torch.empty(self._order.shapes[key], dtype=self.spec.dtype, device=self.spec.device)
 
     def put(self, key: Key, x: Tensor, residual: Tensor | None = None) -> None:
-        from tpkernels.triton import plan_hand_off as plan
-
         check_put(self.spec, self._order.shapes, key, x)
-        self._put(key, lambda slot: plan.add_put(slot, _rows(x), None if residual is None else _rows(residual)))
+        rows = None if residual is None else _rows(residual)
+        self._put(key, lambda slot: self._kernels.add_put(slot, _rows(x), rows))
 
     def put_matmul(
         self, key: Key, a: Tensor, b: Tensor, residual: Tensor | None = None, *, transposed: bool = True
     ) -> None:
         """Puts a [..., K] @ b (+ residual), the product's last kernel writing into the slot; b: a weight [N, K], or
         [K, N] without `transposed`. The credit comes before the product."""
-        from tpkernels.triton import plan_hand_off as plan
-
         columns = b.shape[0 if transposed else 1]
         check_put(self.spec, self._order.shapes, key, torch.empty(*a.shape[:-1], columns, dtype=a.dtype, device="meta"))
         rows = None if residual is None else _rows(residual)
         self._put(
             key,
-            lambda slot: plan.matmul_add_put(slot, _rows(a), b.contiguous(), rows, transposed=transposed),
+            lambda slot: self._kernels.matmul_add_put(slot, _rows(a), b.contiguous(), rows, transposed=transposed),
         )
 
     # ---- receiver
@@ -209,24 +222,20 @@ class PeerLink:
 
     def take_norm(self, key: Key, weight: Tensor, bias: Tensor | None = None, *, eps: float, rms: bool) -> NormValues:
         """The norm of the next slice, of each tile as soon as it is there. `total` is what `take` returns."""
-        from tpkernels.triton import plan_hand_off as plan
-
         place = self._next(key)
         out, rstd = torch.empty_like(place.rows), self._statistics(place)
         mean = None if rms else self._statistics(place)
-        norm = plan.wait_norm(
+        norm = self._kernels.wait_norm(
             place.slot, weight, bias, rows=place.rows.shape[0], eps=eps, out=out, mean=mean, rstd=rstd
         )
         return NormValues(self._take(key, norm), out.view(place.view.shape), mean, rstd)
 
     def take_matmul(self, key: Key, b: Tensor, *, transposed: bool = True) -> Product:
         """The next slice @ b, as `put_matmul` has it."""
-        from tpkernels.triton import plan_hand_off as plan
-
         place = self._next(key)
         rows, columns = place.rows.shape[0], b.shape[0 if transposed else 1]
         out = torch.empty(rows, columns, dtype=self.spec.dtype, device=self.spec.device)
-        matmul = plan.wait_matmul(place.slot, b.contiguous(), rows=rows, transposed=transposed, out=out)
+        matmul = self._kernels.wait_matmul(place.slot, b.contiguous(), rows=rows, transposed=transposed, out=out)
         return Product(self._take(key, matmul), out.view(*place.view.shape[:-1], columns))
 
     def verify(self, key: Key) -> None:
@@ -252,14 +261,14 @@ class PeerLink:
 
     def measure(self) -> Speed | None:
         """Puts one row back and forth, then whole slots, each waiting for the release of the one before."""
-        from tpkernels.triton import plan_hand_off as plan
-
         slot = self._slots[0]
         rounds = [1] * 12 + [slot.data.shape[0]] * 6  # the last goes untimed
         if not self._sender:
             for rows in rounds:
                 self._count(slot)
-                self._launch(plan.begin_use(slot, -(-rows // slot.tile_rows)), plan.end_use(slot, release=True))
+                self._launch(
+                    self._kernels.begin_use(slot, -(-rows // slot.tile_rows)), self._kernels.end_use(slot, release=True)
+                )
             self._settle()
             return None
         whole = torch.zeros(slot.data.shape, dtype=self.spec.dtype, device=self.spec.device)
@@ -267,13 +276,13 @@ class PeerLink:
         began, before = 0.0, 0
         for rows in rounds:
             self._count(slot)
-            self._launch(plan.take_credit(slot))
+            self._launch(self._kernels.take_credit(slot))
             self._settle()
             now = time.perf_counter()
             if before:
                 seconds[before].append(now - began)
             began, before = now, rows
-            self._launch(plan.add_put(slot, whole[:rows], None))
+            self._launch(self._kernels.add_put(slot, whole[:rows], None))
         latency = statistics.median(seconds[1][2:]) / 2
         return Speed(latency * 1e6, self.spec.slot_bytes / min(seconds[rounds[-1]][1:]) / 1e9)
 
@@ -294,7 +303,7 @@ class PeerLink:
         self._order.check(key)
         return self._step[key]
 
-    def _put(self, key: Key, plan_put: Callable[[Slot], Launch]) -> None:
+    def _put(self, key: Key, plan_put: Callable[[Slot], Any]) -> None:
         place = self._next(key)
         if self._reserved != key:
             self.reserve(key)
@@ -302,29 +311,25 @@ class PeerLink:
         self._launch(plan_put(place.slot))
         self._order.done += 1
 
-    def _take(self, key: Key, consumer: Launch | None) -> Tensor:
+    def _take(self, key: Key, consumer: Any | None) -> Tensor:
         """Begins a use and runs `consumer`, which waits for its tiles itself."""
-        from tpkernels.triton import plan_hand_off as plan
-
         place = self._next(key)
         self._begin(key, place)
         self._order.done += 1
-        gate = plan.begin_use(place.slot, place.tiles if consumer is None else 1)
+        gate = self._kernels.begin_use(place.slot, place.tiles if consumer is None else 1)
         self._launch(gate, *([] if consumer is None else [consumer]))
         if self.spec.resident:
             self._held.add(key)
             return place.view.detach()  # a leaf of its own: no gradient or hook of an earlier use
         x = place.view.clone()
-        self._launch(plan.end_use(place.slot, release=True))
+        self._launch(self._kernels.end_use(place.slot, release=True))
         return x
 
     def _end(self, key: Key, *, release: bool) -> None:
-        from tpkernels.triton import plan_hand_off as plan
-
         slot = self.spec.slot_of[key]
         if key not in self._held:
             raise self._overwritten(key, slot)
-        self._launch(plan.end_use(self._slots[slot], release=release))
+        self._launch(self._kernels.end_use(self._slots[slot], release=release))
 
     def _begin(self, key: Key, place: _Place) -> None:
         self._key_of[place.slot.index, self._count(place.slot)] = key
@@ -333,8 +338,8 @@ class PeerLink:
         self._uses[slot.index] = (self._uses[slot.index] + 1) % 2**32
         return self._uses[slot.index]
 
-    def _launch(self, *launches: Launch) -> None:
-        self._run(list(launches), self.spec.device)
+    def _launch(self, *launches: Any) -> None:
+        self._kernels.run(launches, self.spec.device)
         if self.spec.device.type == "cpu":  # the interpreter has run them by now
             self._check()
 
@@ -359,12 +364,10 @@ class PeerLink:
             raise self._reported(who, slot, tile, want % 2**32, got % 2**32)
 
     def _reported(self, who: int, slot: int, tile: int, want: int, got: int) -> LinkError:
-        from tpkernels.triton import hand_off
-
         # A sender waits for the credit of the use before, its own is the next.
-        use = (want + 1) % 2**32 if who == hand_off.SENDER.value else want
+        use = (want + 1) % 2**32 if who == hand_off.SENDER else want
         key = self._key_of.get((slot, use))
-        if who == hand_off.HOLDER.value:
+        if who == hand_off.HOLDER:
             return self._overwritten(key, slot)
         what = "the first exchange" if key is None else f"stage {key[0]}, {name(key)}"
         state = self._watch.trouble or "is alive but did not come"
@@ -424,6 +427,11 @@ class _Watch(threading.Thread):
             if self.trouble:
                 self._words[0] = 1
                 return
+
+
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -20,22 +20,17 @@ pieces.py. COUNTING is the interpreter's: no inline PTX, a turn of the loop for 
 import triton
 import triton.language as tl
 
-# Words of `control`, in this end's device memory.
-STOPPED = tl.constexpr(0)
-REPORTER = tl.constexpr(1)
-DIRECTION = tl.constexpr(2)
-GENERATION = tl.constexpr(3)
-CONTROL_WORDS = 4
+from tpkernels import hand_off as words_of
 
-# Words of `words`, which the host sees: it sets `ABORT`, and reads the report that follows.
-ABORT = tl.constexpr(0)
-REPORT = tl.constexpr(1)  # who, direction, slot, tile, want, got, generation
-HOST_WORDS = 8
-
-# who
-SENDER = tl.constexpr(1)  # waited for a credit
-RECEIVER = tl.constexpr(2)  # waited for a tile
-HOLDER = tl.constexpr(3)  # found a slot written over
+STOPPED = tl.constexpr(words_of.STOPPED)
+REPORTER = tl.constexpr(words_of.REPORTER)
+DIRECTION = tl.constexpr(words_of.DIRECTION)
+GENERATION = tl.constexpr(words_of.GENERATION)
+ABORT = tl.constexpr(words_of.ABORT)
+REPORT = tl.constexpr(words_of.REPORT)
+SENDER = tl.constexpr(words_of.SENDER)
+RECEIVER = tl.constexpr(words_of.RECEIVER)
+HOLDER = tl.constexpr(words_of.HOLDER)
 
 
 @triton.jit

@@ -6,40 +6,22 @@ without flags, waits and slot: what the fused one must equal bit for bit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from tpkernels.hand_off import Slot, target
 from tpkernels.triton import hand_off, hand_off_matmul
 from tpkernels.triton.launch import INTERPRETED, Launch
+from tpkernels.triton.launch import run as run  # a Language (tpkernels/hand_off.py) is this module
 
 # Rows of a tile: one warp group's product on sm_90; fewer delay the first tile less but cost a flag each.
 TILE_ROWS = 16 if INTERPRETED else 64
 BLOCK_N = 16 if INTERPRETED else 128  # so that the interpreter's small cases have several tiles, too
+TICKS_PER_S = 1000 if INTERPRETED else 10**9  # of a wait; the interpreter counts turns
 WIDEST_NORM = 32768  # columns; a program holds whole rows in registers
-
-
-@dataclass(frozen=True)
-class Slot:
-    """One slot as the kernels of one end see it; int32 words, addressed from their first.
-
-    data, claim, flags [tiles] lie in the receiver's memory, credit in the sender's, the rest in this end's; words where
-    the host reads them. budget: nanoseconds a wait may last (interpreter: turns)."""
-
-    index: int
-    data: Tensor
-    claim: Tensor
-    flags: Tensor
-    credit: Tensor
-    uses: Tensor
-    arrived: Tensor
-    control: Tensor
-    words: Tensor
-    budget: int
-    tile_rows: int = TILE_ROWS
 
 
 def take_credit(slot: Slot, *, counting: bool = INTERPRETED) -> Launch:
@@ -70,7 +52,7 @@ def add_put(
         "BLOCK": min(4096, triton.next_power_of_2(tile_rows * columns)),
         "COUNTING": counting,
     }
-    arguments = {"x": x, "residual": residual, "out": _target(slot, out), "rows": rows}
+    arguments = {"x": x, "residual": residual, "out": target(slot, out), "rows": rows}
     arguments |= _of(slot, "flags", "uses", "control")
     return Launch(hand_off.add_put, triton.cdiv(rows, tile_rows), arguments, constants, warps=8)
 
@@ -86,7 +68,7 @@ def matmul_add_put(
     counting: bool = INTERPRETED,
 ) -> Launch:
     """The slot, or out, becomes a @ b + residual; b [K, N], or with `transposed` a weight [N, K]."""
-    arguments = {"a": a, "b": b, "residual": residual, "out": _target(slot, out), "rows": a.shape[0]}
+    arguments = {"a": a, "b": b, "residual": residual, "out": target(slot, out), "rows": a.shape[0]}
     arguments |= _of(slot, "flags", "arrived", "uses", "control")
     return _matmul(hand_off_matmul.matmul_add_put, slot, arguments, transposed, counting)
 
@@ -102,7 +84,7 @@ def wait_matmul(
     counting: bool = INTERPRETED,
 ) -> Launch:
     """out = rows of the slot (or a) @ b, each row tile as soon as it is there."""
-    arguments = {"a": _target(slot, a), "b": b, "out": out, "rows": rows}
+    arguments = {"a": target(slot, a), "b": b, "out": out, "rows": rows}
     arguments |= _of(slot, "flags", "uses", "control", "words", "budget") | {"slot": 0 if slot is None else slot.index}
     return _matmul(hand_off_matmul.wait_matmul, slot, arguments, transposed, counting)
 
@@ -129,7 +111,7 @@ def wait_norm(
     rows_each = max(1, min(tile_rows, 4096 // block))
     constants = {"COLUMNS": columns, "TILE_ROWS": tile_rows, "ROWS": rows_each, "BLOCK": block, "COUNTING": counting}
     arguments = {
-        "x": _target(slot, x),
+        "x": target(slot, x),
         "weight": weight,
         "bias": bias,
         "out": out,
@@ -162,12 +144,6 @@ def _matmul(kernel: Any, slot: Slot | None, arguments: dict[str, Any], transpose
     return Launch(kernel, grid, arguments, constants, warps=4, stages=3)
 
 
-def _target(slot: Slot | None, plain: Tensor | None) -> Tensor:
-    chosen = plain if slot is None else slot.data
-    assert chosen is not None and (slot is None or plain is None)
-    return chosen
-
-
 def _of(slot: Slot | None, *names: str) -> dict[str, Any]:
     return {name: 0 if slot is None and name == "budget" else getattr(slot, name, None) for name in names}
 
@@ -176,4 +152,4 @@ def meta_slot(columns: int, dtype: torch.dtype) -> Slot:
     """A slot without memory, to compile kernels for."""
     data = torch.empty(TILE_ROWS, columns, dtype=dtype, device="meta")
     word = torch.empty(32, dtype=torch.int32, device="meta")
-    return Slot(0, data, word, word, word, word, word, word, word, 2**33)
+    return Slot(0, data, word, word, word, word, word, word, word, 2**33, TILE_ROWS)

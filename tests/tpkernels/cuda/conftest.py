@@ -7,6 +7,7 @@ build/emulator and takes seconds when nothing changed.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import fcntl
 import functools
@@ -25,6 +26,8 @@ import torch
 from torch import Tensor
 
 from tpkernels import backends, cuda
+from tpkernels.cuda_peer import CudaPeer
+from tpkernels.hand_off import Slot
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -59,12 +62,23 @@ class Emulator:
 
     def __init__(self, module: ModuleType):
         self.module = module
+        self.holds = False  # launches wait
 
-    def register(self, *, writable: bool, fresh: bool = False, **tensors: Tensor) -> None:
-        """Lets kernels read the tensors, and write them if writable, until the next clear(). fresh: full of garbage."""
+    def register(self, *, writable: bool, fresh: bool = False, shared: bool = False, **tensors: Tensor) -> None:
+        """Lets kernels read the tensors, and write them if writable, until the next clear(). fresh: full of garbage;
+        shared: launches of several streams or devices use it, and have to order what they do."""
         for name, tensor in tensors.items():
             sizes = (tensor.element_size(), list(tensor.shape), list(tensor.stride()))
-            self.module.register_tensor(name, tensor.data_ptr(), *sizes, writable, fresh)
+            self.module.register_tensor(name, tensor.data_ptr(), *sizes, writable, fresh, shared)
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Launches within run at once where their streams differ, if a shared tensor is registered."""
+        self.module.hold()
+        self.holds = True
+        yield
+        self.holds = False
+        self.module.run_held()
 
     def clear(self) -> None:
         """Forgets the tensors and what was found."""
@@ -171,6 +185,44 @@ class EmulatedExtension:
         self.blocks.update(report.blocks)
 
 
+class PeerEnd(CudaPeer):
+    """The kernels of one end of a peer link in the emulator, each end a device of its own. A call may touch its own
+    tensors and what the link registered, and must be clean."""
+
+    def __init__(self, emulator: Emulator, module: ModuleType, device_number: int):
+        super().__init__(module, "cpu")
+        self.emulator, self.device_number = emulator, device_number
+        self._kept: list[Tensor] = []  # of launches that wait
+        self.conflicts: dict[str, float] = {}
+
+    def place(self, tensor: Tensor) -> dict[str, int]:
+        return {"device": self.device_number, "stream": 0}
+
+    def _call(self, name: str, slot: Slot | None, own: Tensor, **arguments: Any) -> None:
+        slots = ("out",) if name in ("peer_add_put", "peer_matmul_add_put") else ("x", "a")
+        names = []
+        for key, value in arguments.items():
+            if not isinstance(value, Tensor) or (slot is not None and key in slots):
+                continue
+            names.append(f"{key} of {name} {len(self._kept)}")
+            written = key in ("out", "mean", "rstd")
+            self.emulator.register(writable=written, fresh=written, **{names[-1]: value})
+            self._kept.append(value)
+        super()._call(name, slot, own, **arguments)
+        if self.emulator.holds:
+            return
+        for each in names:
+            self.emulator.module.remove_tensor(each)
+        self._kept.clear()
+        self.check()
+
+    def check(self) -> None:
+        """Nothing was found since the last check."""
+        report = self.emulator.report()
+        assert not report.findings, f"\n{report}"
+        self.conflicts |= report.conflicts()
+
+
 def build() -> Path:
     """The built module; raises with the compiler's output when it does not build."""
     folder = ROOT / "build" / "emulator"
@@ -227,3 +279,10 @@ def extension(emulator: Emulator, emulator_file: Path, monkeypatch: pytest.Monke
     yield emulated
     backends._load.cache_clear()
     backends._select.cache_clear()
+
+
+@pytest.fixture
+def peer_ends(emulator: Emulator, emulator_file: Path) -> tuple[PeerEnd, PeerEnd]:
+    """Sender's and receiver's kernels."""
+    module = load("tpk_cuda_emulated", emulator_file)
+    return PeerEnd(emulator, module, 0), PeerEnd(emulator, module, 1)

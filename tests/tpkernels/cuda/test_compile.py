@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(600)  # nvcc: about a minute on two free cores
 ROOT = Path(__file__).resolve().parents[3]
 CSRC = ROOT / "csrc"
 FOLDER = ROOT / "build" / "cuda_compile"
-SOURCES = ("attention_forward", "attention_backward", "fused", "device_limits")
+SOURCES = ("attention_forward", "attention_backward", "fused", "peer", "device_limits")
 SHARED_KIB = {"sm_80": 163, "sm_89": 99, "sm_90a": 227}  # that a block may have
 INCLUDES = [f"-I{CSRC}", f"-I{CSRC / 'include'}"]
 FLAGS = ["-std=c++20", "--expt-relaxed-constexpr", "-fmad=false", "-Xcompiler=-fPIC,-Wall,-Wextra", "-Xptxas=-v"]
@@ -150,8 +150,8 @@ def table(tmp_path_factory) -> list[Tile]:
 
 
 @pytest.fixture(scope="session")
-def sass(log) -> dict[str, collections.Counter]:
-    """Opcodes of each bf16 kernel on sm_80."""
+def opcodes(log):
+    """opcodes(source, architecture): of each kernel, in the order of the code."""
     del log  # the objects are there
     tool = shutil.which("cuobjdump")
     if tool is None:
@@ -159,23 +159,31 @@ def sass(log) -> dict[str, collections.Counter]:
         if triton is None or triton.origin is None:
             pytest.skip("cuobjdump is not installed; the CUDA toolkit and the triton package bring it")
         tool = str(Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
-    counts: dict[str, collections.Counter] = {}
-    for name in ("attention_forward", "attention_backward"):
-        text = run([tool, "-sass", "-arch", "sm_80", str(FOLDER / f"{name}.o")])
+
+    def opcodes(source: str, architecture: str) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        text = run([tool, "-sass", "-arch", architecture, str(FOLDER / f"{source}.o")])
         for function in text.split("Function : ")[1:]:
             mangled, body = function.split("\n", 1)
-            opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", body, re.MULTILINE)
-            counts[mangled] = collections.Counter(opcodes)
-    names = demangled("\n".join(counts)).splitlines()
-    return {
-        name.replace(" >", ">"): count for name, count in zip(names, counts.values(), strict=True) if "bf16" in name
-    }
+            line = r"^\s+/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)"
+            found[mangled] = re.findall(line, body, re.MULTILINE)
+        names = demangled("\n".join(found)).splitlines()
+        return {name.replace(" >", ">"): each for name, each in zip(names, found.values(), strict=True)}
+
+    return opcodes
+
+
+@pytest.fixture(scope="session")
+def sass(opcodes) -> dict[str, collections.Counter]:
+    """How often each bf16 attention kernel has each opcode on sm_80."""
+    both = opcodes("attention_forward", "sm_80") | opcodes("attention_backward", "sm_80")
+    return {name: collections.Counter(each) for name, each in both.items() if "bf16" in name}
 
 
 def test_every_kernel_is_compiled_for_every_architecture_without_spills_or_warnings(log, kernels):
     assert "warning" not in log, [line for line in log.splitlines() if "warning" in line]
     names = {kernel.name for kernel in kernels}
-    assert len(names) == 36 and len(kernels) == 3 * len(names), sorted(names)
+    assert len(names) == 57 and len(kernels) == 3 * len(names), sorted(names)
     assert {kernel.architecture for kernel in kernels} == set(SHARED_KIB)
     assert not [kernel for kernel in kernels if kernel.stack_bytes or kernel.spill_bytes]
 
@@ -214,6 +222,57 @@ def test_results_leave_in_16_bytes(sass):
             assert stores.keys() == {"STG.E.128"}, (name, stores)
 
 
+# ---- kernels of a peer link ------------------------------------------------------------------------------------------
+
+POST, SPIN = "STG.E.STRONG.SYS", "LDG.E.STRONG.SYS"
+BARRIER, FENCE, DROP_L1 = "BAR.SYNC.DEFER_BLOCKING", "MEMBAR.ALL.SYS", "CCTL.IVALL"
+
+
+def data_access(opcode: str) -> bool:
+    return opcode in ("LDG.E.128", "STG.E.128") or opcode.startswith("LDGSTS")
+
+
+@pytest.mark.parametrize("architecture", SHARED_KIB)
+def test_kernels_of_a_peer_link_keep_its_order(architecture, opcodes):
+    """What a tile holds is stored, then a barrier, the arrival of the block, a fence for all devices, the flag; and of
+    a wait the spin, a fence, a barrier, and then the first load of the slot. 16 bytes at a time, never through .nc."""
+    kernels = opcodes("peer", architecture)
+    assert len(kernels) == 21
+    for name, code in kernels.items():
+        assert not [each for each in code if re.search(r"CONSTANT|BPT|^LDL|^STL|RED\.|ATOM\w*\.\S*SYS", each)], name
+        posts = [at for at, each in enumerate(code) if each == POST]
+        assert posts, name  # a flag, a credit, a claim, or a report
+        for at in posts:
+            before = [each for each in code[:at] if each in (POST, FENCE) or each.startswith(("STG", "BAR"))]
+            assert before[-1] == FENCE, (name, before)
+        if "add_put" in name:
+            stores = [at for at, each in enumerate(code) if each.startswith("STG")]
+            assert {code[at] for at in stores} == {"STG.E.128", POST} and len(posts) == 1, name
+            barrier = max(at for at, each in enumerate(code) if each == BARRIER)
+            arrival = code.index("ATOMG.E.ADD.STRONG.GPU")
+            assert stores[-2] < barrier < code.index("MEMBAR.ALL.GPU") < arrival < code.index(FENCE) < posts[0], name
+            assert DROP_L1 in code[arrival : posts[0]], name  # it acquires the other blocks' stores
+        if "wait_" in name:
+            first_load = min(at for at, each in enumerate(code) if data_access(each))
+            spin = code.index(SPIN)
+            fence = code.index(DROP_L1, spin)
+            assert FENCE in code[spin:fence] and BARRIER in code[fence:first_load], name
+            # Only the answer's word tells the block to go on, so no other load of the slot can have come earlier.
+            assert not [each for each in code[:spin] if data_access(each)], name
+
+
+def test_products_of_a_peer_link_run_on_tensor_cores_but_for_fp32(opcodes):
+    for name, code in opcodes("peer", "sm_80").items():
+        if "matmul" not in name:
+            continue
+        products = sum(each.startswith("HMMA.16816.F32") for each in code)
+        assert products == (0 if "float" in name else 4 * 2 * 8), (name, products)
+        assert {each[-4:] for each in code if each.startswith("LDGSTS")} == {".128"}, name
+        moves = {each for each in code if each.startswith("LDSM")}
+        expected = {"LDSM.16.M88.4"} if "true" in name else {"LDSM.16.M88.4", "LDSM.16.MT88.4"}
+        assert moves == (set() if "float" in name else expected), (name, moves)
+
+
 @pytest.fixture(scope="session")
 def extension(log):
     """tpkernels._cuda of the compiled objects."""
@@ -221,7 +280,7 @@ def extension(log):
     pybind11 = pytest.importorskip("pybind11", reason="pybind11 is not installed")
     path = FOLDER / f"_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"
     objects = [FOLDER / f"{name}.o" for name in SOURCES]
-    bindings = [CSRC / "bindings" / name for name in ("cuda.cpp", "cuda_fused.cpp")]
+    bindings = [CSRC / "bindings" / name for name in ("cuda.cpp", "cuda_fused.cpp", "cuda_peer.cpp")]
     inputs = [*objects, *bindings, *CSRC.glob("bindings/*.h")]
     if not path.exists() or any(each.stat().st_mtime > path.stat().st_mtime for each in inputs):
         flags = ["-std=c++20", "-O0", "-Xcompiler=-fPIC,-fvisibility=hidden", *INCLUDES]

@@ -28,7 +28,8 @@ KERNELS = ("take_credit", "begin_use", "end_use", "add_put", "wait_norm", "matmu
 def make_slot(rows: int, columns: int, dtype: torch.dtype, device: str):
     """A slot whose two ends are one process, so they share the words of their own too, but for `uses`: (sender's view,
     receiver's view)."""
-    from tpkernels.triton.plan_hand_off import TILE_ROWS, Slot
+    from tpkernels.hand_off import Slot
+    from tpkernels.triton.plan_hand_off import TILE_ROWS
 
     tiles = -(-rows // TILE_ROWS)
     epochs = torch.full((4 + tiles, 32), NEAR_WRAP, dtype=torch.int32, device=device)
@@ -40,7 +41,7 @@ def make_slot(rows: int, columns: int, dtype: torch.dtype, device: str):
         flags = epochs[4:].reshape(-1)[:tiles]
         arrived = torch.zeros(tiles, dtype=torch.int32, device=device)
         budget = COUNTED_TURNS if device == "cpu" else 100_000_000
-        return Slot(3, data, epochs[0], flags, epochs[1], uses, arrived, control, words, budget)
+        return Slot(3, data, epochs[0], flags, epochs[1], uses, arrived, control, words, budget, TILE_ROWS)
 
     return end(epochs[2]), end(epochs[3])
 
