@@ -130,8 +130,12 @@ _TABLE: tuple[tuple[tuple[str, ...], int, int, Kind, Tile], ...] = (
 _TABLE_OF_VERSION: dict[tuple[str, str, int, int, Kind], Tile] = {
     ("3.6", "sm90", 128, 2, "keys"): Tile(64, 128, 8, 2, "the same; deterministic, two tile bounds spill, no loop", 8),
     # 3.9 puts a fence before each wgmma and holds more addresses through the loops; 64 rows spill 136 bytes, in them.
-    ("3.9", "sm90", 128, 2, "keys"): Tile(32, 128, 8, 2, "136 KiB, 241 registers; 64 rows, one stage spill 96 bytes"),
+    ("3.9", "sm90", 128, 2, "keys"): Tile(32, 128, 8, 2, "241 registers; head_dim 72 spills 8 bytes, no loop", 8),
     ("3.9", "sm90", 256, 2, "keys"): Tile(32, 64, 8, 2, "the same; it spills 224 bytes elsewhere", 304),
+    ("3.9", "sm90", 64, 2, "forward"): Tile(
+        128, 64, 8, 3, "the same; softcap with window: 8 bytes, no loop", 8, 128, 2
+    ),
+    ("3.9", "sm80", 64, 4, "keys"): Tile(32, 32, 8, 1, "the same; left alone it stops at 80 registers", 0, 128),
 }
 SMALL_ROWS = 32  # of the kernels that only move rows: combine_splits, round_rows
 SINK_TOKENS = 1024  # a step of sink_gradient, which has one program a head
