@@ -1,8 +1,10 @@
 """What a step was predicted to take beside what it took, in one line at the end of a run.
 
-The prediction is that of the plan file. A run without one predicts its later steps from the actions of an early one:
-the simulator lays their times out as the schedule says, which tells whether anything but the actions takes time. The
-trap: one process that steps several ranks runs their actions one after another, so there they only add up.
+The prediction is that of the plan file. A run without one predicts its later steps, on a CPU, from the actions of an
+early one: the simulator lays their times out as the schedule says, which tells whether anything but the actions takes
+time. On a GPU, where a timeline holds launches, from the analytic costs of the device (`terapipe.planner.analytic`; not
+run on a GPU yet). The trap: one process that steps several ranks runs their actions one after another, so there they
+only add up.
 """
 
 from __future__ import annotations
@@ -11,7 +13,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from terapipe.schedule import Plan, TraceEvent, simulate
+from terapipe.models.config import ModelConfig
+from terapipe.planner.analytic import analytic_costs
+from terapipe.planner.hardware import HARDWARE, hardware_of_device
+from terapipe.planner.prediction import predict
+from terapipe.schedule import Plan, TraceEvent, make_plan, simulate
 from terapipe.schedule.trace import COMPUTE
 
 WARM_STEPS = 3  # of a process: the actions of the last of them are taken, and later steps are compared
@@ -42,3 +48,32 @@ def from_actions(
     timeline_s = max(event.end_s for event in work) - min(event.start_s for event in work)
     laid_out = sum(seconds.values()) if together else float(simulate(plan.schedule, seconds).makespan)
     return StepPrediction(laid_out + max(0.0, step_s - timeline_s), f"from the actions of step {step}")
+
+
+def from_device(
+    plan: Plan, model: ModelConfig, device_name: str, *, dtype: str, together: bool
+) -> StepPrediction | None:
+    """By the analytic costs of the device that its driver calls so; None where no description fits it."""
+    device = hardware_of_device(device_name)
+    if device is None:
+        return None
+    costs = analytic_costs(model, device, max_tokens=plan.tokens, micro_sizes=(plan.micro_size,), dtype=dtype)
+    if together:
+        plan = make_plan(
+            layers=plan.layers,
+            ranks=1,
+            slices=plan.slices,
+            tokens=plan.tokens,
+            micros=plan.micros,
+            micro_size=plan.micro_size,
+        )
+    return StepPrediction(predict(plan, costs).step_s, f"by the analytic costs of {device.name}")
+
+
+def unpredicted_line(measured: Sequence[float], device_name: str) -> str:
+    """What a run says whose device nothing is known of."""
+    return (
+        f"step time: measured {statistics.median(measured) * 1e3:.4g} ms (median of {len(measured)} steps), not "
+        f"predicted: {device_name} is none of {', '.join(HARDWARE)}; `terapipe profile` and `terapipe plan` make a "
+        "plan for it, which --plan follows"
+    )

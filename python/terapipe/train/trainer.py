@@ -34,7 +34,7 @@ from terapipe.train.data import Source, open_source
 from terapipe.train.foreign_load import LEAST_S, Sample, disturbance, foreign_cores, sample
 from terapipe.train.metrics import MetricsFile, Progress, StepMetrics, ValidationMetrics, keep_earlier
 from terapipe.train.optimizer import Optimizer
-from terapipe.train.step_prediction import WARM_STEPS, StepPrediction, from_actions
+from terapipe.train.step_prediction import WARM_STEPS, StepPrediction, from_actions, from_device, unpredicted_line
 from terapipe.train.text_files import named
 from terapipe.world import ALONE, World, launched_world
 
@@ -145,7 +145,7 @@ class Trainer:
         self.step = 0
         self._memory_bytes = 0
         planned = config.planned()
-        self._prediction = None if planned is None else StepPrediction(planned.step_s, "by the plan")
+        self._prediction = StepPrediction(planned.step_s, "by the plan") if planned else self._predict_for_gpu()
         self._steps_here, self._warm_step_s = 0, list[float]()
         self._warm_since: Sample | None = None
         if resume:
@@ -196,6 +196,8 @@ class Trainer:
         if prediction is not None and measured and self.first:
             words = "" if foreign is None else disturbance(foreign, local_ranks=self.world.local_size)
             print_line(prediction.line(measured, disturbance=words))
+        elif measured and self.first:
+            print_line(unpredicted_line(measured, torch.cuda.get_device_name()))
         return TrainResult(
             self.world.rank,
             self.step,
@@ -208,6 +210,13 @@ class Trainer:
             statistics.median(measured) if measured else None,
             foreign,
         )
+
+    def _predict_for_gpu(self) -> StepPrediction | None:
+        if self.device != "cuda":
+            return None
+        together = self.world.size == 1
+        name = torch.cuda.get_device_name()
+        return from_device(self.plan, self.model, name, dtype=self.config.dtype, together=together)
 
     def _compare(self, step_s: float) -> None:
         """Keep the time of a warm step; predict from the actions of the last one before, where no plan did."""

@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 
 from terapipe import cli
+from terapipe.models.presets import PRESETS
+from terapipe.planner.analytic import analytic_costs
+from terapipe.planner.hardware import hardware
 from terapipe.planner.plan_file import load
+from terapipe.planner.prediction import predict
 from terapipe.schedule import TraceEvent, make_plan
 from terapipe.train.config import ModelSettings, ParallelSettings, TrainConfig
-from terapipe.train.step_prediction import StepPrediction, from_actions
+from terapipe.train.step_prediction import StepPrediction, from_actions, from_device, unpredicted_line
 from terapipe.train.trainer import Trainer
 from terapipe.world import ALONE
 
@@ -97,3 +101,24 @@ def test_actions_are_laid_out_as_the_schedule_says() -> None:
     line = StepPrediction(0.1, "x").line
     assert line([0.2, 0.1, 0.3]).endswith("measured 200 ms (median of 3 steps), error -50.0%")
     assert line([0.2], disturbance="disturbed: ...").endswith("error -50.0%; disturbed: ...")
+
+
+def test_a_gpu_is_predicted_by_its_description() -> None:
+    model = PRESETS["gpt3_1b"]()
+    plan = make_plan(layers=len(model.layer_names()), ranks=4, slices=4, tokens=2048)
+    predicted = from_device(plan, model, "NVIDIA H200", dtype="bf16", together=False)
+    costs = analytic_costs(model, hardware("h200-sxm"), max_tokens=2048)
+    assert predicted is not None and predicted.step_s == predict(plan, costs).step_s
+    assert "h200-sxm" in predicted.line([predicted.step_s])
+    alone = from_device(plan, model, "NVIDIA H200", dtype="bf16", together=True)
+    assert alone is not None and alone.step_s > 2 * predicted.step_s  # one device does the work of four
+    slower = from_device(plan, model, "Tesla V100-SXM2-16GB", dtype="fp16", together=False)
+    assert slower is not None and slower.step_s > predicted.step_s
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "AMD Instinct MI300X", ""])
+def test_a_device_nobody_described_is_not_predicted(name: str) -> None:
+    model = PRESETS["debug"]()
+    plan = make_plan(layers=len(model.layer_names()), ranks=2, slices=1, tokens=64)
+    assert from_device(plan, model, name, dtype="bf16", together=False) is None
+    assert "measured 2 ms (median of 3 steps), not predicted" in unpredicted_line([1e-3, 2e-3, 3e-3], name)
