@@ -174,6 +174,11 @@ class PrefixCache:
             head_dim=head_dim,
             value_head_dim=value_head_dim,
         )
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            raise NotImplementedError(
+                "PrefixCache: torch.func's grad and vjp and torch.vmap cannot follow writes to a cache made under "
+                "them; use backward(), and the batch dimension, or prefix_attention without a cache"
+            )
         with torch.inference_mode(False):
             self.k = _head_by_head(batch, capacity, kv_heads, head_dim, dtype=dtype, device=device)
             self.v = _head_by_head(batch, capacity, kv_heads, value_head_dim, dtype=dtype, device=device)

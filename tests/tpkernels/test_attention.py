@@ -239,6 +239,10 @@ def _transformations(backend):
             "first derivatives only",
         ),
         "cache": (lambda: torch.func.grad(attend_with_cache)(q), "with a cache neither under torch.func.*use backward"),
+        "cache made inside": (
+            lambda: torch.func.grad(lambda x: prefix_attention(x, x, x, PrefixCache(1, 6, 2, 8)).sum())(q),
+            "writes to a cache made under them; use backward",
+        ),
     }
 
 
