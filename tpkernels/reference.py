@@ -1,6 +1,6 @@
 """Prefix attention in plain torch: explicit formulas, any float dtype, any device. The oracle of every other backend.
 
-q [B, T, Hq, D], k [B, S, Hkv, D], v [B, S, Hkv, Dv]; query i sits at absolute position start + i (DESIGN 4).
+q [B, T, Hq, D], k [B, S, Hkv, D], v [B, S, Hkv, Dv]; query i sits at absolute position start + i.
     s = scale * q.k,  s = softcap * tanh(s / softcap),  lse = log(sum_j exp(s_j) + exp(sink)),  p = exp(s - lse)
     out = p v     dv = p^T dout     ds = p * (dout v^T - rowsum(dout * out))     dq = scale ds k     dk = scale ds^T q
 

@@ -1,7 +1,7 @@
 """Cases, inputs, exact answers and the tolerance rule of prefix attention, shared by tests and benchmarks.
 
 AttentionCase says what is computed, make_inputs draws it, exact and same_precision answer it with the formulas of
-reference.py, run answers it through the public op, and differences applies the tolerance rule (DESIGN 10):
+reference.py, run answers it through the public op, and differences applies the tolerance rule:
 
     max|x - exact| <= factor * max|same_precision - exact| + noise       factor 2 for out and lse, 3 for gradients
     noise = 2 * max|((exact + 0.3) - 0.3) - exact| in the tested precision

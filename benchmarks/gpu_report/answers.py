@@ -2,7 +2,7 @@
 
 The whole of a 4096-token slice behind 128k keys has more scores than memory; one KV head with its group, taken some
 query rows at a time, has not. `answer` runs the formulas of tpkernels.reference in any precision: fp64 is the truth,
-the tested precision is the yardstick (DESIGN 10: error <= factor * yardstick's error + noise).
+the tested precision is the yardstick (error <= factor * yardstick's error + noise).
 
 The one trap: dk and dv are sums over all rows, kept in fp64 or fp32 between the chunks, never in 16 bits: the
 yardstick must not be worse than it need be.

@@ -137,7 +137,8 @@ def plan(arguments: Sequence[str]) -> int:
     )
     print(describe_found(found, request, planned))
     _write(command.out, planned.to_json())
-    run = f"terapipe train --plan {command.out} --tokens {command.tokens} --local-ranks {command.ranks}"
+    run = f"terapipe train --plan {command.out} --tokens {command.tokens} --dtype {costs.dtype}"
+    run += f" --local-ranks {command.ranks}"
     print(f"\nwritten to {command.out}; run it with `{run}` and the model's own options (--model NAME)")
     if command.json is not None:
         _write(command.json, json.dumps(found_rows(found), indent=1) + "\n")

@@ -1,6 +1,6 @@
 """Bugs that other attention kernels had, as cases for ours. Each docstring names where it was found.
 
-FA is Dao-AILab/flash-attention. Each test states the right value; where our contract differs (DESIGN 4), ours holds.
+FA is Dao-AILab/flash-attention. Each test states the right value; where our contract differs, ours holds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Bugs of other attention kernels with rows that see no key and sequences that have none, as cases for ours.
 
 Each docstring names where it was found; FA is Dao-AILab/flash-attention. Each test states the right value; where our
-contract differs (DESIGN 4), ours holds.
+contract differs (tpkernels/attention.py), ours holds.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ class Recorder:
 
 
 def test_kernels_work_on_the_cache_itself(monkeypatch):
-    """No K/V concatenation, no clone of a gradient cache, no expansion of GQA heads (DESIGN 4)."""
+    """No K/V concatenation, no clone of a gradient cache, no expansion of GQA heads."""
     recorder = Recorder()
     monkeypatch.setattr(attention_ops.backends, "select", lambda call, requested: recorder)
     cache = PrefixCache(1, 100, 2, 4, 3)

@@ -95,7 +95,7 @@ def test_fp32_products_ignore_the_users_choice_of_a_lower_precision():
 
 
 def test_a_row_of_scores_that_are_all_minus_infinity_is_not_an_empty_row():
-    """Only masks make a row empty, never its scores (DESIGN 4)."""
+    """Only masks make a row empty, never its scores."""
     q, k, v = torch.full((1, 1, 1, 1), -math.inf), torch.ones(1, 2, 1, 1), torch.ones(1, 2, 1, 1)
     mask = RawMask(True, -1, -1, None)
     assert attention_forward(q, k, v, start=1, mask=mask, scale=1.0).out.isnan().all()

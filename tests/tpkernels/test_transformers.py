@@ -1,6 +1,6 @@
 """Small random transformers models with attn_implementation="tpkernels" against "eager": nothing is downloaded.
 
-Both run in fp32; logits and every parameter's gradient agree to 1e-5 of their norm (DESIGN 7's bound for two ways to
+Both run in fp32; logits and every parameter's gradient agree to 1e-5 of their norm (the engine's bound for two ways to
 compute the same step). A mask of one's own is compared with "sdpa", since "eager" adds it up as it is.
 """
 

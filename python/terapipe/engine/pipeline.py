@@ -97,13 +97,14 @@ class Pipeline:
     """Runs `plan` over `layers` (global name -> layer or factory, first to last; a list gets the names "0", "1", ...).
 
     loss: (output of the last layer, targets) -> sum over targets.  hidden_size: last dimension of what stages hand on.
-    ties: pairs of global parameter names with one value.  links: "local" (this process runs every rank), or one process
-    a rank with "shm" (shared memory), "dist" (torch.distributed) or "auto" (shm where both ranks are on CPUs of one
-    host). link_slots: 0, a slice stays in its slot until its backward (resident, as many slots as the plan needs); else
-    it is copied out of a ring of so many. link_timeout: the longest wait for a slice. dtype: of hidden states and
-    caches; parameters of 16 bits get fp32 gradients. stall_seconds: after so long in one action every rank's position
-    is logged. One token runs through every layer here (trial.py). Raises ValueError before any work when layers, plan,
-    processes and parameters do not fit.
+    ties: pairs of global parameter names with one value. links: "local" (this process runs every rank), or one
+    process a rank with "shm" (shared memory), "peer" (memory of two GPUs of one host), "dist" (torch.distributed)
+    or "auto" (shm where both ranks are on CPUs of one host, else dist). link_slots: 0, a slice stays in its slot
+    until its backward (resident, as many slots as the plan needs); else it is copied out of a ring of so many.
+    link_timeout: the longest wait for a slice. dtype: of hidden states and caches; parameters of 16 bits get fp32
+    gradients. stall_seconds: after so long in one action every rank's position is logged. One token runs through
+    every layer here (trial.py). Raises ValueError before any work when layers, plan, processes and parameters do
+    not fit.
     """
 
     def __init__(

@@ -17,6 +17,7 @@ from terapipe.engine.batch import KnownIds
 from terapipe.engine.census import OwnedParameter, own_parameters, refuse_shared
 from terapipe.engine.failure import Failure, PipelineError
 from terapipe.schedule import Plan
+from terapipe.world import launched_world
 
 LayerSource = nn.Module | Callable[[], nn.Module]
 """A layer, or a factory of one that is called only on the rank that owns it."""
@@ -37,6 +38,13 @@ def choose_links(links: str, plan: Plan, processes: int) -> bool:
     """Whether this process runs every rank; "local" said aloud does so beside other processes too, for comparisons."""
     if links not in ("auto", "local", "shm", "peer", "dist"):
         raise ValueError(f"unknown links {links!r}; choose 'auto', 'local', 'shm', 'peer' or 'dist'.")
+    launched = launched_world()
+    if links == "auto" and launched is not None and launched.size > 1 and not dist.is_initialized():
+        raise ValueError(
+            f"this is process {launched.rank} of a launch of {launched.size}, but no process group was started, so "
+            "each would train the whole model alone; call terapipe.engine.launch.initialize() first, or say "
+            "links='local'."
+        )
     local = links == "local" or (links == "auto" and processes == 1)
     if not local and (processes != plan.ranks or (processes == 1 and not dist.is_initialized())):
         started = f"{processes} processes were started" if dist.is_initialized() else "no process group was started"

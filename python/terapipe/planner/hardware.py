@@ -174,20 +174,20 @@ CPU = Hardware(
 HARDWARE: dict[str, Hardware] = {item.name: item for item in (V100, A100, H100, H200, RTX4090, CPU)}
 
 
-# What a driver calls the devices described above: a part of the name, and a part that means another board.
+# What a driver calls the devices described above: a part of the name, and parts that mean another board.
 _DRIVER_NAMES = (
-    (V100, "V100", None),
-    (A100, "A100", None),
-    (H100, "H100", "PCIe"),
-    (H200, "H200", None),
-    (RTX4090, "RTX 4090", None),
+    (V100, "V100", ()),
+    (A100, "A100", ("40GB", "PG5", "MIG")),
+    (H100, "H100", ("PCI", "NVL", "64GB", "96GB", "MIG")),
+    (H200, "H200", ("GH200", "NVL", "MIG")),
+    (RTX4090, "RTX 4090", ("Laptop", "4090 D", "4090D")),
 )
 
 
 def hardware_of_device(driver_name: str) -> Hardware | None:
     """The description of the device that CUDA calls so ("NVIDIA H200"); None where there is none."""
-    for described, part, other in _DRIVER_NAMES:
-        if part in driver_name and (other is None or other not in driver_name):
+    for described, part, others in _DRIVER_NAMES:
+        if part in driver_name and not any(other in driver_name for other in others):
             return described
     return None
 

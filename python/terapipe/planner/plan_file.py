@@ -159,6 +159,8 @@ def refuse_what_the_engine_lacks(planned: PlannedRun) -> None:
     """ValueError that names what of the plan cannot be executed yet."""
     layout = planned.layout
     lacking = []
+    if planned.dtype not in ("fp32", "bf16"):
+        lacking.append(f"training in {planned.dtype} (plan with --dtype bf16 or fp32)")
     if layout.tensor > 1:
         lacking.append(f"tensor-parallel stages (tensor = {layout.tensor})")
     if layout.data > 1:

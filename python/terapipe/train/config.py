@@ -98,7 +98,7 @@ class ParallelSettings:
     """How a step is cut: into micros of sequences, slices of tokens, stages of layers."""
 
     plan: Annotated[Path | None, tyro.conf.arg(aliases=("--plan",))] = None
-    """A file of `terapipe plan`, which then decides everything below but `ranks` and `links`."""
+    """A file of `terapipe plan`, which then decides everything below but `ranks`, `links` and `link_slots`."""
     ranks: int = 0
     """Pipeline ranks; 0: as many as processes. One process can step several ranks, for debugging."""
     slices: int = 1
@@ -195,14 +195,14 @@ class TrainConfig:
         if planned is None:
             return given
         plan_file.refuse_other_model(planned, model)
+        plan_file.refuse_what_the_engine_lacks(planned)
         for name, wanted in (("tokens", planned.plan.tokens), ("dtype", planned.dtype)):
             if getattr(self, name) != wanted:
                 raise ValueError(
                     f"{name} is {getattr(self, name)}, but the plan {given.plan} is for {wanted}; give --{name} "
                     f"{wanted}, or plan again."
                 )
-        plan_file.refuse_what_the_engine_lacks(planned)
-        free = ParallelSettings(plan=given.plan, ranks=given.ranks, links=given.links)
+        free = ParallelSettings(plan=given.plan, ranks=given.ranks, links=given.links, link_slots=given.link_slots)
         settings = dataclasses.replace(
             free,
             micros=planned.plan.micros,

@@ -53,9 +53,10 @@ def from_actions(
 def from_device(
     plan: Plan, model: ModelConfig, device_name: str, *, dtype: str, together: bool
 ) -> StepPrediction | None:
-    """By the analytic costs of the device that its driver calls so; None where no description fits it."""
+    """By the analytic costs of the device that its driver calls so; None where no description fits it, or not fp32
+    (descriptions have the rates of 16 bits)."""
     device = hardware_of_device(device_name)
-    if device is None:
+    if device is None or (dtype == "fp32" and device.dtype != "fp32"):
         return None
     costs = analytic_costs(model, device, max_tokens=plan.tokens, micro_sizes=(plan.micro_size,), dtype=dtype)
     if together:
@@ -70,10 +71,11 @@ def from_device(
     return StepPrediction(predict(plan, costs).step_s, f"by the analytic costs of {device.name}")
 
 
-def unpredicted_line(measured: Sequence[float], device_name: str) -> str:
+def unpredicted_line(measured: Sequence[float], device_name: str, dtype: str) -> str:
     """What a run says whose device nothing is known of."""
+    described = ", ".join(f"{name} in 16 bits" for name, device in HARDWARE.items() if device.dtype != "fp32")
     return (
         f"step time: measured {statistics.median(measured) * 1e3:.4g} ms (median of {len(measured)} steps), not "
-        f"predicted: {device_name} is none of {', '.join(HARDWARE)}; `terapipe profile` and `terapipe plan` make a "
-        "plan for it, which --plan follows"
+        f"predicted: no description covers {device_name} in {dtype} (there are {described}); `terapipe profile` and "
+        "`terapipe plan` make a plan for it, which --plan follows"
     )

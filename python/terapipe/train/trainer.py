@@ -48,7 +48,7 @@ WITHOUT_EFFECT = {
     "device",
     *(f"checkpoint.{key}" for key in ("every", "keep", "folder", "load_step")),
 }
-WITHOUT_EFFECT |= {f"parallel.{key}" for key in (*ROUNDING_ONLY, "links", "link_slots", "link_timeout")}
+WITHOUT_EFFECT |= {f"parallel.{key}" for key in (*ROUNDING_ONLY, "links", "link_slots")}
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -197,7 +197,7 @@ class Trainer:
             words = "" if foreign is None else disturbance(foreign, local_ranks=self.world.local_size)
             print_line(prediction.line(measured, disturbance=words))
         elif measured and self.first:
-            print_line(unpredicted_line(measured, torch.cuda.get_device_name()))
+            print_line(unpredicted_line(measured, torch.cuda.get_device_name(), self.config.dtype))
         return TrainResult(
             self.world.rank,
             self.step,
@@ -212,7 +212,7 @@ class Trainer:
         )
 
     def _predict_for_gpu(self) -> StepPrediction | None:
-        if self.device != "cuda":
+        if torch.device(self.device).type != "cuda":
             return None
         together = self.world.size == 1
         name = torch.cuda.get_device_name()

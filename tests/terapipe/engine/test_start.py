@@ -28,6 +28,16 @@ def test_another_number_of_processes_than_ranks_is_refused_with_both_remedies(li
         choose_links(links, PLAN, processes)
 
 
+def test_a_launched_process_that_joined_no_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"process 1 of a launch of 2.*call terapipe\.engine\.launch\.initialize\(\)"):
+        choose_links("auto", PLAN, 1)
+    assert choose_links("local", PLAN, 1)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert choose_links("auto", PLAN, 1)
+
+
 def test_layers_must_be_as_many_as_planned_callable_and_apart() -> None:
     a, b = nn.Linear(2, 2), nn.Linear(2, 2)
     check_layers({"a": a, "b": b, "c": lambda: a}, PLAN)  # a factory's parameters are known once it was called

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,7 @@ def test_what_a_plan_decides_cannot_be_given_beside_it(plan_path: Path, tmp_path
         config(plan_path, tmp_path, micros=7).resolve()
     with pytest.raises(ValueError, match="is for 2 pipeline ranks, but there are 3; start 2 processes"):
         config(plan_path, tmp_path).plan(3)
+    assert config(plan_path, tmp_path, link_slots=2).resolve().parallel.link_slots == 2  # what no plan decides
 
 
 def test_what_the_engine_lacks_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,6 +88,20 @@ def test_what_the_engine_lacks_is_refused_by_name(tmp_path: Path, capsys: pytest
     assert cli.main(["train", "--plan", str(path), "--tokens", "96", "--local-ranks", "2"]) == cli.BAD_INPUT
     assert "split backwards" in capsys.readouterr().err
     assert cli.main(["train", "--plan", str(tmp_path / "none.json")]) == cli.BAD_INPUT
+    half = tmp_path / "half.json"
+    assert cli.main([*PLAN, "--hardware", "v100-p3.16xlarge", "--dtype", "fp16", "--out", str(half)]) == 0
+    with pytest.raises(ValueError, match=r"does not run training in fp16 \(plan with --dtype bf16 or fp32\)"):
+        config(half, tmp_path).resolve()
+
+
+def test_the_command_that_plan_prints_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    assert cli.main([*PLAN, "--hardware", "h100-sxm", "--out", str(path)]) == 0
+    printed = re.search(r"run it with `terapipe (.*)` and the model's own options", capsys.readouterr().out)
+    assert printed is not None
+    command = printed[1].replace("--local-ranks 2", "--parallel.ranks 2").split()
+    steps = ["--steps", "1", "--device", "cpu", "--run-dir", str(tmp_path / "run")]
+    assert cli.main([*command, "--preset", "debug", *steps]) == 0
 
 
 def test_actions_are_laid_out_as_the_schedule_says() -> None:
@@ -116,9 +132,36 @@ def test_a_gpu_is_predicted_by_its_description() -> None:
     assert slower is not None and slower.step_s > predicted.step_s
 
 
-@pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "AMD Instinct MI300X", ""])
-def test_a_device_nobody_described_is_not_predicted(name: str) -> None:
+OTHER_BOARDS = [
+    "NVIDIA H100 PCIe",
+    "NVIDIA H100 NVL",
+    "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+    "NVIDIA GH200 480GB",
+    "NVIDIA A100-SXM4-40GB",
+    "NVIDIA GeForce RTX 4090 Laptop GPU",
+    "AMD Instinct MI300X",
+    "",
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*((name, "bf16") for name in OTHER_BOARDS), ("NVIDIA H200", "fp32")])
+def test_a_device_nobody_described_is_not_predicted(name: str, dtype: str) -> None:
     model = PRESETS["debug"]()
     plan = make_plan(layers=len(model.layer_names()), ranks=2, slices=1, tokens=64)
-    assert from_device(plan, model, name, dtype="bf16", together=False) is None
-    assert "measured 2 ms (median of 3 steps), not predicted" in unpredicted_line([1e-3, 2e-3, 3e-3], name)
+    assert from_device(plan, model, name, dtype=dtype, together=False) is None
+    line = unpredicted_line([1e-3, 2e-3, 3e-3], name, dtype)
+    assert "measured 2 ms (median of 3 steps), not predicted" in line and f"{name} in {dtype} (there are" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("NVIDIA H200", "by the analytic costs of h200-sxm"), ("Unheard-of", "covers Unheard-of in")]
+)
+def test_a_trainer_on_a_gpu_says_what_it_can(name: str, words: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: name)
+    lines = list[str]()
+    settings = TrainConfig(tokens=96, steps=5, dtype="bf16", device="cpu", run_dir=tmp_path)
+    with Trainer(settings, world=ALONE) as trainer:
+        trainer.device = "cuda:0"  # what train() calls the first GPU
+        trainer._prediction = trainer._predict_for_gpu()
+        trainer.fit(print_line=lines.append, bar=False)
+    assert words in lines[-1]

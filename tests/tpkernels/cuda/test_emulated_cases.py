@@ -111,7 +111,7 @@ FEATURES = [{}, {"window": (100, None), "softcap": 4.0}, {"sinks": True, "docume
 @pytest.mark.parametrize("features", FEATURES, ids=str)
 @pytest.mark.parametrize(("head_dim", "dtype", "heads"), [(64, BF16, (3, 1)), (128, FP16, (2, 1))], ids=str)
 def test_no_slicing_changes_a_bit(features, head_dim, dtype, heads, extension):
-    """out, lse and dq for any slicing; dk and dv too for slices at multiples of the unit (design 4)."""
+    """out, lse and dq for any slicing; dk and dv too for slices at multiples of the unit."""
     case = AttentionCase(262, query_heads=heads[0], kv_heads=heads[1], head_dim=head_dim, **features)
     unit = invariance_unit(
         query_heads=heads[0], kv_heads=heads[1], head_dim=head_dim, dtype=dtype, device="cpu", backend="cuda"

@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels, for GPUs that are not here: a selection of the table's rows (design 10).
+"""What the compiler makes of the kernels, for GPUs that are not here: a selection of the table's rows.
 
 `python -m tpkernels.triton.ahead_of_time` compiles and checks every row; that takes about 15 minutes on two cores. Here
 two processes of it, without the interpreter, take the selection, at least one row of each architecture and kind.

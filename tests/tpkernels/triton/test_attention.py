@@ -122,7 +122,7 @@ def test_splits_follow_from_sizes():
     "features", [{}, {"window": (30, None), "softcap": 4.0}, {"sinks": True, "documents": ((50, 29),)}], ids=str
 )
 def test_no_slicing_changes_a_bit(features, dtype, device):
-    """out, lse and dq for any slicing; dk and dv too for slices at multiples of the unit (design 4)."""
+    """out, lse and dq for any slicing; dk and dv too for slices at multiples of the unit."""
     heads = {"query_heads": 3, "kv_heads": 1, "head_dim": 24}
     unit = invariance_unit(**heads, dtype=dtype, device=device, backend="triton")
     case = AttentionCase(79, **heads, **features)
