@@ -137,6 +137,10 @@ _TABLE_OF_VERSION: dict[tuple[str, str, int, int, Kind], Tile] = {
     ("3.9", "sm90", 64, 2, "forward"): Tile(
         128, 64, 8, 3, "the same; softcap with window: 8 bytes, no loop", 8, 128, 2
     ),
+    # Left alone they stop at 128 registers and spill 16 and 24 bytes.
+    ("3.9", "sm100", 64, 4, "keys"): Tile(32, 32, 8, 1, "the same, with room", 0, 192),
+    ("3.9", "sm120", 64, 4, "keys"): Tile(32, 32, 8, 1, "the same, with room", 0, 192),
+    ("3.9", "sm100", 64, 2, "queries"): Tile(128, 64, 8, 2, "the same, with room; documents spilled 8 bytes", 0, 224),
     ("3.9", "sm80", 64, 4, "keys"): Tile(32, 32, 8, 1, "the same; left alone it stops at 80 registers", 0, 128),
 }
 SMALL_ROWS = 32  # of the kernels that only move rows: combine_splits, round_rows
