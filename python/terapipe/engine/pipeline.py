@@ -20,7 +20,6 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -43,10 +42,11 @@ from terapipe.engine.failure import (
     lost_rank,
     words,
 )
-from terapipe.engine.handoff import TIMES, HandOff, HandOffSummary, hand_offs, summarize
+from terapipe.engine.handoff import TIMES, HandOff, hand_offs, summarize
 from terapipe.engine.interpreter import ActionError, RankProgram, forward_actions, key_of, one_over, run_together
 from terapipe.engine.loss import cross_entropy_sum
 from terapipe.engine.reduction import copy_tied_values, squared_norms, sum_tied_gradients
+from terapipe.engine.results import EvaluationResult, MemoryReport, StepResult
 from terapipe.engine.stage import Loss, Stage
 from terapipe.engine.start import LayerSource, Start, check_layers, check_starts, choose_links
 from terapipe.engine.trial import joined, try_out
@@ -58,39 +58,6 @@ from tpkernels import Mask
 from tpkernels.links import LinkError
 
 logger = logging.getLogger("terapipe")
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """`loss` in nats per target and `grad_norm` of the whole model, the same on every rank; `tokens` in the batch,
-    with and without a target; `seconds` of this rank's step; `bubble_share` the share of all ranks' time in which they
-    did not compute (0 where one process steps every rank, since it never waits); `hand_offs` how much of the
-    communication was hidden (None in one process, or over several hosts, whose clocks differ)."""
-
-    loss: float
-    tokens: int
-    grad_norm: float
-    seconds: float
-    bubble_share: float
-    hand_offs: HandOffSummary | None = None
-
-
-@dataclass(frozen=True)
-class EvaluationResult:
-    """`loss` in nats per target over `targets` targets, the same on every rank."""
-
-    loss: float
-    targets: int
-
-
-@dataclass(frozen=True)
-class MemoryReport:
-    """Bytes on this process: its peak (of the process on a CPU, of the allocator on a GPU), K/V caches, gradient
-    accumulators."""
-
-    peak_bytes: int
-    cache_bytes: int
-    accumulator_bytes: int
 
 
 class Pipeline:
