@@ -10,7 +10,7 @@ import math
 
 import pytest
 import torch
-from formulas import grads, leaves
+from formulas import formula, grads, leaves
 
 from tpkernels import Mask, PrefixCache, prefix_attention, testing
 from tpkernels.testing import AttentionCase
@@ -207,6 +207,28 @@ def test_packed_documents_equal_separate_ones(backend):
     dout = torch.randn_like(packed)
     for a, b in zip(grads(packed, dout, q, k, v), grads(separate, dout, q, k, v), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_mask_of_more_positions_than_tokens(backend):
+    """pytorch #136232: gradients were NaN where the mask had been made for more positions than the first call has
+    tokens, lse was asked for and took part in the loss. The kind: one mask for sequences of all lengths, lse in the
+    loss. Right: as with a mask of just these positions; lse is a constant there."""
+    mask = Mask.from_documents([[29, 1, 64, 6]])
+    for tokens in (61, 100, 33, 1):
+        q, k, v = leaves((1, tokens, 4, 16), (1, tokens, 2, 16), (1, tokens, 2, 16))
+        results = []
+        for starts in (mask.document_starts, mask.document_starts[:, :tokens]):
+            settings = {"mask": Mask(document_starts=starts), "return_lse": True, "backend": backend}
+            out, lse = prefix_attention(q, k, v, **settings)
+            loss = (out * lse.exp().transpose(1, 2)[..., None]).sum()
+            results.append([out, lse, *grads(loss, None, q, k, v)])
+        keys = torch.arange(tokens)
+        visible = (keys <= keys[:, None]) & (keys >= mask.document_starts[0, :tokens, None])
+        expected, weights = formula(q, k, v, visible[None])
+        loss = (expected * weights.detach().exp().transpose(1, 2)[..., None]).sum()
+        for a, b, c in zip(*results, [expected, weights, *grads(loss, None, q, k, v)], strict=True):
+            assert torch.equal(a, b)
+            torch.testing.assert_close(a, c, rtol=1e-4, atol=1e-4)
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------

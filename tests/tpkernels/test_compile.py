@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 
 import pytest
@@ -109,6 +110,32 @@ def test_documents_and_a_plain_call(compiler, backend):
     dout = torch.randn_like(out)
     for a, b in zip(*(torch.autograd.grad(x, (q, k, v), dout) for x in (out, expected)), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_one_mask_for_all_lengths_and_lse_in_the_loss(compiler, backend):
+    """pytorch #136232: NaN gradients of a compiled call with a mask for more positions than the first run had tokens,
+    whose lse took part in the loss; later lengths trace the graph anew."""
+    mask = Mask.from_documents([[29, 1, 64, 6]])
+
+    def attend(q, k, v):
+        return prefix_attention(q, k, v, mask=mask, return_lse=True, backend=backend)
+
+    def step(q, k, v, attend=attend):
+        out, lse = attend(q, k, v)
+        return out * lse.exp().transpose(1, 2)[..., None]
+
+    compiled = torch.compile(step if compiler == "aot_eager" else attend, fullgraph=True, backend=compiler)
+    if compiler == "inductor":  # a product in the graph would cost it a run of g++
+        compiled = functools.partial(step, attend=compiled)
+    for tokens in (61, 100, 33):
+        inputs = [torch.randn(1, tokens, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+        results = []
+        for out in (compiled(*inputs), step(*inputs)):
+            results.append([out, *torch.autograd.grad(out, inputs, torch.ones_like(out))])
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b)
+            assert a.isfinite().all()
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)

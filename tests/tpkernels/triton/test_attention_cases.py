@@ -6,6 +6,7 @@ names where the bug was found; FA is Dao-AILab/flash-attention.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
@@ -272,6 +273,30 @@ def test_packed_documents_equal_separate_ones(leaves, device):
     dout = torch.randn_like(packed)
     for a, b in zip(grads(packed, dout, q, k, v), grads(separate, dout, q, k, v), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_mask_of_more_positions_than_tokens(leaves, device):
+    """pytorch #136232: gradients were NaN where the mask had been made for more positions than the first call has
+    tokens, lse took part in the loss, and all was compiled. Right: as the reference backend with a mask of just these
+    positions, lse being a constant."""
+    mask = Mask.from_documents([[29, 1, 42, 8]], device=device)
+    torch._dynamo.reset()
+
+    @functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
+    def step(q, k, v):
+        out, lse = attend(q, k, v, mask=mask, return_lse=True)
+        return out * lse.exp().transpose(1, 2)[..., None]
+
+    for tokens in (61, 80):
+        inputs = leaves((1, tokens, 4, 16), (1, tokens, 2, 16), (1, tokens, 2, 16))
+        exact = Mask(document_starts=mask.document_starts[:, :tokens])
+        out, lse = prefix_attention(*inputs, mask=exact, return_lse=True, backend="reference")
+        expected = out * lse.exp().transpose(1, 2)[..., None]
+        actual = step(*inputs)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+        dout = torch.randn_like(expected)
+        for a, b in zip(grads(actual, dout, *inputs), grads(expected, dout, *inputs), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_adding_a_constant_to_every_logit_changes_nothing(device):
