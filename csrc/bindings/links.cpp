@@ -1,6 +1,9 @@
 // bindings/links.cpp: tpkernels._core.Ring, one end of a shared-memory link: `links/ring.h` and the step's order behind one call for each
 // put or take. Waits give up the GIL and look at signals between slices. What goes wrong is worded in Python: `refuse(key)` and `lose(key,
 // trouble)` return the exception.
+//
+// One call at a time is inside; only `give_up` and `close` may come from another thread meanwhile. The trap: a close must not take the
+// ring from under the call that is inside, so it ends that call's wait, and the last to leave lets go.
 #include "bindings/links.h"
 
 #include <pybind11/stl.h>
@@ -10,6 +13,8 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <thread>
+#include <utility>
 
 #include "bindings/links_step.h"
 #include "cpu/fused.h"
@@ -68,24 +73,44 @@ class PyRing {
     ring_ = std::make_unique<Ring<>>(bytes, sender ? Role::sender : Role::receiver, patience);
     begin_heartbeat(ring_->beat());
   }
-  ~PyRing() { close(); }
-
-  void close() {
-    if (!ring_ || owner_ != getpid()) return; // a forked child has a copy of this object, and no say
-    end_heartbeat(ring_->beat());
-    ring_->close();
-    ring_.reset();
+  ~PyRing() {
+    if (ring_ && owner_ == getpid()) ring_->close(), let_go();
   }
 
-  uint64_t slot_offset(uint32_t slot) const { return ring_->slot(slot) - static_cast<std::byte*>(memory_.ptr); }
+  /// Turns calls away from now on, ends the wait of the one that another thread is in, and waits `within_s` for it to leave; false if it
+  /// stays longer. Calls `freed` once nobody uses what the ring was made of: at the end of the call that is inside, or now.
+  bool close(py::object freed, double within_s) {
+    if (!ring_) return true;
+    if (owner_ != getpid()) return freed(), true; // a forked child has copies, and no say
+    if (!closing_.exchange(true)) freed_ = std::move(freed), ring_->close();
+    if (inside_.load() == std::thread::id()) return let_go(), true;
+    if (inside_.load() == std::this_thread::get_id()) return true; // a signal's handler
+    const py::gil_scoped_release unlocked;
+    for (const auto until = Clock::now() + nanoseconds(within_s); inside_.load() != std::thread::id();) {
+      if (Clock::now() >= until) return false;
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+    return true;
+  }
+
+  uint64_t slot_offset(uint32_t slot) {
+    const Inside inside(*this, py::none());
+    return ring_->slot(slot) - static_cast<std::byte*>(memory_.ptr);
+  }
 
   /// Ends this end's waits, now and later; from any thread.
   void give_up() { given_up_.store(true, std::memory_order_relaxed); }
 
   // ---- the step
 
-  void expect(const py::list& transfers) { step_.set(transfers); }
-  void begin() { step_.begin(); }
+  void expect(const py::list& transfers) {
+    const Inside inside(*this, py::none());
+    step_.set(transfers);
+  }
+  void begin() {
+    const Inside inside(*this, py::none());
+    step_.begin();
+  }
   size_t done() const { return step_.done(); }
   py::list held() const { return step_.held(); }
   double began_at() const { return seconds(began_at_); }
@@ -97,12 +122,14 @@ class PyRing {
   // ---- sender
 
   py::object reserve(const py::object& key) {
+    const Inside inside(*this, key);
     Transfer& transfer = next(key);
     if (!step_.reserved()) claim(transfer);
     return transfer.view;
   }
 
   void put(const py::object& key, py::object x) {
+    const Inside inside(*this, key);
     Transfer& transfer = next(key);
     const uint32_t tiles = ring_->tiles_of(transfer.bytes);
     if (x.is(transfer.view) && step_.reserved()) { // what `reserve` gave: nothing else need be touched, which a cold cache would tell
@@ -125,6 +152,7 @@ class PyRing {
   /// x + residual, rows of contiguous elements, added into the slot and posted tile by tile. The sum.
   py::object put_sum(const py::object& key, int dtype, int64_t columns, const std::array<int64_t, 2>& x,
                      const std::array<int64_t, 2>& residual, int num_threads) {
+    const Inside inside(*this, key);
     Transfer& transfer = next(key);
     const RowFormat format{static_cast<tpk::DType>(dtype), columns};
     if (!step_.reserved()) claim(transfer);
@@ -143,6 +171,7 @@ class PyRing {
 
   /// A leaf of its own over the slot: no gradient or hook of an earlier use. With `copies` its own memory, and the slot is free again.
   py::object take(const py::object& key, bool copies) {
+    const Inside inside(*this, key);
     Transfer& transfer = next(key);
     py::object x = copies ? transfer.view.attr("new_empty")(transfer.shape) : call(transfer.view, Names::get().detach);
     std::byte* const to = copies ? address_of(x) : nullptr;
@@ -159,6 +188,7 @@ class PyRing {
   /// `take`, and the norm of each tile as soon as it is there. into: out [rows, columns], weight, bias or 0, mean (0 for RMSNorm), rstd.
   py::object take_norm(const py::object& key, int dtype, bool rms, float eps, int64_t columns, const std::array<int64_t, 5>& into,
                        int num_threads) {
+    const Inside inside(*this, key);
     const auto [out, weight, bias, mean, rstd] = into;
     Transfer& transfer = next(key);
     const RowFormat format{static_cast<tpk::DType>(dtype), columns};
@@ -182,18 +212,20 @@ class PyRing {
 
   /// Whether the slot of `key` still holds what was taken.
   bool holds(const py::object& key) {
+    const Inside inside(*this, key);
     seen("verify", 0);
     const Transfer* transfer = step_.find(key);
-    return transfer != nullptr && transfer->held && open().holds(transfer->slot);
+    return transfer != nullptr && transfer->held && ring_->holds(transfer->slot);
   }
 
   /// With `poison` the slot's bytes become NaN of any float type first.
   void release(const py::object& key, bool poison) {
+    const Inside inside(*this, key);
     Transfer& transfer = *step_.find(key); // `holds` found it
     if (seen("release", 0)) return;
-    if (poison) std::memset(open().slot(transfer.slot), 0xff, ring_->geometry().slot_bytes);
+    if (poison) std::memset(ring_->slot(transfer.slot), 0xff, ring_->geometry().slot_bytes);
     transfer.held = false;
-    open().release(transfer.slot);
+    ring_->release(transfer.slot);
     seen("released", 0);
   }
 
@@ -204,13 +236,37 @@ class PyRing {
     return {static_cast<std::byte*>(rows.data) + count * rows.stride * tpk::dtype_bytes(format.dtype), rows.stride};
   }
 
-  Ring<>& open() {
-    if (!ring_) throw std::runtime_error("this link was closed");
-    return *ring_;
+  /// A call from Python, from its begin to its end. Made and ended with the GIL held.
+  struct Inside {
+    PyRing& ring;
+    Inside(PyRing& ring, const py::object& key) : ring(ring) {
+      if (ring.closing_) raise(ring.refuse_(key, py::none(), ring.step_.done()));
+      if (ring.inside_.load(std::memory_order_relaxed) != std::thread::id())
+        throw std::runtime_error("an end of a link is used by one thread at a time, and another call is inside it");
+      ring.inside_.store(std::this_thread::get_id(), std::memory_order_relaxed);
+    }
+    ~Inside() {
+      if (ring.closing_) ring.let_go();
+      ring.inside_.store(std::thread::id(), std::memory_order_release);
+    }
+    Inside(const Inside&) = delete;
+    Inside& operator=(const Inside&) = delete;
+  };
+
+  void let_go() {
+    end_heartbeat(ring_->beat());
+    ring_.reset();
+    step_.set(py::list()); // tensors over the memory
+    const py::object freed = std::exchange(freed_, py::object());
+    try {
+      if (freed) freed();
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("closing a link");
+    }
   }
 
   Transfer& next(const py::object& key) {
-    Transfer* const transfer = ring_ ? step_.due(key) : nullptr;
+    Transfer* const transfer = step_.due(key);
     if (transfer == nullptr) raise(refuse_(key, py::none(), step_.done()));
     return *transfer;
   }
@@ -289,6 +345,7 @@ class PyRing {
   void await(Wait wait, const py::object& key) {
     if (ring_->ready(wait)) return;
     while (true) {
+      if (closing_) raise(refuse_(key, py::none(), step_.done()));
       Outcome outcome;
       {
         const py::gil_scoped_release unlocked;
@@ -300,7 +357,6 @@ class PyRing {
         raise(lose_(key, Trouble{outcome == Outcome::waiting ? "ended" : name_of(outcome), wait.slot, wait.tile, wait.wanted, wait.seen,
                                  std::chrono::duration<double>(wait.waited).count()}));
       if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-      open(); // a signal handler may have closed the link
     }
   }
 
@@ -308,7 +364,9 @@ class PyRing {
   const pid_t owner_ = getpid();
   const py::object dtype_, refuse_, lose_;
   py::object watch_;
-  std::atomic<bool> given_up_{false};
+  std::atomic<bool> given_up_{false}, closing_{false};
+  std::atomic<std::thread::id> inside_; // of the call that is inside; changes with the GIL held
+  py::object freed_;                    // once closing
   std::unique_ptr<Ring<>> ring_;
   Step step_;
   Clock::time_point began_at_, arrived_at_, posted_at_; // the last take's begin, the last wait's end, just before the last post
@@ -355,5 +413,5 @@ void bind_links(py::module_& m) {
       .def("take_norm", &PyRing::take_norm)
       .def("holds", &PyRing::holds)
       .def("release", &PyRing::release)
-      .def("close", &PyRing::close, py::call_guard<py::gil_scoped_release>());
+      .def("close", &PyRing::close, py::arg("freed"), py::arg("within_s"));
 }

@@ -173,13 +173,15 @@ template <class Order = Orders> class Ring {
     return outcome;
   }
 
-  /// Tells the peer that nothing more will come from here.
+  /// Tells the peer that nothing more will come from here, and ends this end's sleep, if another thread of it waits.
   void close() {
     mine().closed.store(1, std::memory_order_seq_cst);
-    const uint32_t asleep = peer().waiting.load(std::memory_order_seq_cst);
-    if (asleep == 0) return;
-    const uint32_t index = asleep - 1, tiles = geometry().tiles;
-    futex_wake(role_ == Role::receiver ? credit(index) : epoch(index / tiles, index % tiles));
+    for (const Role role : {Role::sender, Role::receiver}) {
+      const uint32_t asleep = end(role).waiting.load(std::memory_order_seq_cst);
+      if (asleep == 0) continue;
+      const uint32_t index = asleep - 1, tiles = geometry().tiles;
+      futex_wake(role == Role::sender ? credit(index) : epoch(index / tiles, index % tiles));
+    }
   }
 
   Word& beat() { return mine().beat; }

@@ -99,7 +99,8 @@ class Link(Protocol):
         """Both: end waits of this end soon, from any thread, where the medium can; the link is then of no more use."""
 
     def close(self) -> None:
-        """Both: let go of the medium; a peer that waits on this link gets an error."""
+        """Both: let go of the medium, from any thread: a call of another thread that waits in this end gets an error,
+        and so does a peer that waits. All other calls but `give_up` come from one thread at a time."""
 
 
 class Order:
@@ -125,10 +126,10 @@ class Order:
         if self.closed or self.done == len(self.keys) or self.keys[self.done] != key:
             raise self.refusal(key)
 
-    def refusal(self, key: Key) -> LinkError:
-        """Why `key` cannot go now."""
-        if self.closed:
-            return LinkError(f"{self._spec}: this end was closed, {name(key)} cannot go over it.")
+    def refusal(self, key: Key | None) -> LinkError:
+        """Why `key` cannot go now; None for a call without one."""
+        if self.closed or key is None:
+            return closed_error(self._spec, key)
         if key not in self.shapes:
             return unplanned(self._spec, self.shapes, key)
         expected = name(self.keys[self.done]) if self.done < len(self.keys) else "nothing more"
@@ -136,11 +137,18 @@ class Order:
 
     def finish(self, held: Sequence[Key]) -> None:
         """LinkError unless every transfer was made and no slot is `held`."""
+        if self.closed:
+            raise closed_error(self._spec)
         if self.done != len(self.keys):
             left = [name(key) for key in self.keys[self.done :]]
             raise LinkError(f"{self._spec}: transfers never made: {left}.")
         if held:
             raise LinkError(f"{self._spec}: slots still held at the end of the step: {[name(key) for key in held]}.")
+
+
+def closed_error(spec: LinkSpec, key: Key | None = None) -> LinkError:
+    what = "nothing can" if key is None else f"{name(key)} cannot"
+    return LinkError(f"{spec}: this end was closed, {what} go over it.")
 
 
 def check_put(spec: LinkSpec, shapes: Mapping[Key, tuple[int, ...]], key: Key, x: Tensor) -> None:

@@ -10,12 +10,16 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpkernels.links.base import Key, LinkError, LinkSpec, Speed, Transfers, check_put, name
+from tpkernels.links.base import Key, LinkError, LinkSpec, Speed, Transfers, check_put, closed_error, name
+from tpkernels.links.door import Door, inside
+
+_NEVER_SENT = 1  # a tag; slices have 0
 
 
 class DistLink:
@@ -27,12 +31,16 @@ class DistLink:
 
     def __init__(self, spec: LinkSpec, group: dist.ProcessGroup) -> None:
         self.spec = spec
+        self._peer = spec.source if dist.get_rank() == spec.destination else spec.destination
         self._group: dist.ProcessGroup | None = group
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         self._posted: deque[tuple[Key, dist.Work, Tensor]] = deque()
         self._coming: Iterator[tuple[Key, tuple[int, ...]]] = iter(())
         self._shapes: dict[Key, tuple[int, ...]] = {}
+        self._given_up = False
+        self._door = Door(spec, self._break, self._free)
 
+    @inside
     def expect(self, transfers: Transfers) -> None:
         self._shapes = dict(transfers)
         if dist.get_rank() == self.spec.destination:
@@ -40,9 +48,11 @@ class DistLink:
             for _ in range(self.POSTED_AHEAD):
                 self._post_next()
 
+    @inside
     def reserve(self, key: Key) -> Tensor:
         return torch.empty(self._shapes[key], dtype=self.spec.dtype, device=self.spec.device)
 
+    @inside
     def put(self, key: Key, x: Tensor, residual: Tensor | None = None) -> None:
         # A message longer than the receiver's buffer would end the receiving process without a word (gloo).
         check_put(self.spec, self._shapes, key, x)
@@ -54,6 +64,7 @@ class DistLink:
         work = self._start(dist.isend, x, self.spec.destination, key)
         self._sent.append((work, x))
 
+    @inside
     def take(self, key: Key) -> Tensor:
         if not self._posted or self._posted[0][0] != key:
             expected = name(self._posted[0][0]) if self._posted else "nothing more"
@@ -63,18 +74,22 @@ class DistLink:
         self._post_next()
         return x
 
+    @inside
     def verify(self, key: Key) -> None:
         pass  # the receiver's tensor is its own
 
+    @inside
     def release(self, key: Key) -> None:
         pass
 
+    @inside
     def finish(self) -> None:
         while self._sent:
             self._wait(self._sent.popleft()[0], None)
         if self._posted:
             raise LinkError(f"{self.spec}: transfers never taken: {[name(key) for key, _, _ in self._posted]}.")
 
+    @inside
     def measure(self) -> Speed | None:
         """Sends a number back and forth, then whole slots; also makes the connection, so that no action has to."""
         number = torch.zeros(1, dtype=self.spec.dtype, device=self.spec.device)
@@ -98,9 +113,26 @@ class DistLink:
         return Speed(latency * 1e6, self.spec.slot_bytes / transfer / 1e9)
 
     def give_up(self) -> None:
-        pass  # torch ends a wait when the group's time is up
+        self._given_up = True
+        self._break()
 
     def close(self) -> None:
+        self._door.close()
+
+    def _break(self) -> None:
+        """End this end's waits, and the peer's: gloo lets nobody leave a wait, but closes a group's connections when
+        one of its waits runs out of time.  NCCL's waits do not hold the host up."""
+        group = self._group
+        if group is None or self.spec.device.type != "cpu":
+            return
+        try:
+            work = dist.irecv(torch.empty(1), self._peer, group=group, tag=_NEVER_SENT)
+            if work is not None:
+                work.wait(timedelta(milliseconds=1))
+        except RuntimeError:  # as intended, or the connection was gone before
+            pass
+
+    def _free(self) -> None:
         # gloo closes a connection when the last reference to its group is gone; the peer's wait then raises at once.
         self._sent.clear()
         self._posted.clear()
@@ -129,9 +161,12 @@ class DistLink:
             raise self._lost(key, error) from error
 
     def _lost(self, key: Key | None, error: RuntimeError) -> LinkError:
-        peer = self.spec.source if dist.get_rank() == self.spec.destination else self.spec.destination
+        if self._door.closed:
+            return closed_error(self.spec, key)
         what = "at the end of the step" if key is None else f"with {name(key)} on its way"
-        return LinkError(f"{self.spec}: rank {peer} is gone, {what}: {_reason(error)}", lost_peer=peer)
+        if self._given_up:
+            return LinkError(f"{self.spec}: rank {self._peer} had not come when another rank failed, {what}", late=True)
+        return LinkError(f"{self.spec}: rank {self._peer} is gone, {what}: {_reason(error)}", lost_peer=self._peer)
 
 
 def _reason(error: BaseException) -> str:

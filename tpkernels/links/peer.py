@@ -31,7 +31,8 @@ from tpkernels import cuda_peer, hand_off
 from tpkernels.cuda import CudaBackend
 from tpkernels.fused_reference import NormValues
 from tpkernels.hand_off import Language, Slot
-from tpkernels.links.base import Key, LinkError, LinkSpec, Order, Speed, Transfers, check_put, name
+from tpkernels.links.base import Key, LinkError, LinkSpec, Order, Speed, Transfers, check_put, closed_error, name
+from tpkernels.links.door import Door, inside
 from tpkernels.links.shm import MEET_S, SILENCE_S, TIMEOUT_S, meet
 
 if sys.platform == "linux":
@@ -150,6 +151,7 @@ class PeerLink:
         self._uses = [layout.first_epoch] * spec.slots  # the host's copy, to name the slice of an epoch
         self._key_of: dict[tuple[int, int], Key] = {}
         self._watch = _Watch(memory, self._words, sender=sender, silence_s=silence_s)
+        self._door = Door(spec, self.give_up, self._free)
 
     @staticmethod
     def open(spec: LinkSpec, group: dist.ProcessGroup, *, first_epoch: int = 0, **options: Any) -> PeerLink:
@@ -180,6 +182,7 @@ class PeerLink:
         except (OSError, ValueError) as error:
             raise LinkError(f"{spec}: the two ends did not come together: {error}") from error
 
+    @inside
     def expect(self, transfers: Transfers) -> None:
         if self._order.expect(transfers):
             self._step = {key: self._place(key, shape) for key, shape in self._order.shapes.items()}
@@ -189,6 +192,7 @@ class PeerLink:
 
     # ---- sender
 
+    @inside
     def reserve(self, key: Key) -> Tensor:
         """Takes the slot's credit; the tensor is this GPU's own, as other ops cannot write the peer's memory."""
         place = self._next(key)
@@ -197,11 +201,13 @@ class PeerLink:
         self._reserved = key
         return torch.empty(self._order.shapes[key], dtype=self.spec.dtype, device=self.spec.device)
 
+    @inside
     def put(self, key: Key, x: Tensor, residual: Tensor | None = None) -> None:
         check_put(self.spec, self._order.shapes, key, x)
         rows = None if residual is None else _rows(residual)
         self._put(key, lambda slot: self._kernels.add_put(slot, _rows(x), rows))
 
+    @inside
     def put_matmul(
         self, key: Key, a: Tensor, b: Tensor, residual: Tensor | None = None, *, transposed: bool = True
     ) -> None:
@@ -217,9 +223,11 @@ class PeerLink:
 
     # ---- receiver
 
+    @inside
     def take(self, key: Key) -> Tensor:
         return self._take(key, None)
 
+    @inside
     def take_norm(self, key: Key, weight: Tensor, bias: Tensor | None = None, *, eps: float, rms: bool) -> NormValues:
         """The norm of the next slice, of each tile as soon as it is there. `total` is what `take` returns."""
         place = self._next(key)
@@ -230,6 +238,7 @@ class PeerLink:
         )
         return NormValues(self._take(key, norm), out.view(place.view.shape), mean, rstd)
 
+    @inside
     def take_matmul(self, key: Key, b: Tensor, *, transposed: bool = True) -> Product:
         """The next slice @ b, as `put_matmul` has it."""
         place = self._next(key)
@@ -238,10 +247,12 @@ class PeerLink:
         matmul = self._kernels.wait_matmul(place.slot, b.contiguous(), rows=rows, transposed=transposed, out=out)
         return Product(self._take(key, matmul), out.view(*place.view.shape[:-1], columns))
 
+    @inside
     def verify(self, key: Key) -> None:
         if self.spec.resident:
             self._end(key, release=False)
 
+    @inside
     def release(self, key: Key) -> None:
         if not self.spec.resident:
             return
@@ -253,12 +264,14 @@ class PeerLink:
 
     # ---- both
 
+    @inside
     def finish(self) -> None:
         if self.spec.device.type == "cuda":
             torch.cuda.current_stream(self.spec.device).synchronize()
         self._check()
         self._order.finish(list(self._held))
 
+    @inside
     def measure(self) -> Speed | None:
         """Puts one row back and forth, then whole slots, each waiting for the release of the one before."""
         slot = self._slots[0]
@@ -290,10 +303,12 @@ class PeerLink:
         self._words[0] = 1
 
     def close(self) -> None:
-        if self._watch.is_alive():
-            self._watch.stop()
-            self._memory.close()
-        self._order.closed = True
+        self._words[0] = 1  # for kernels that wait while nobody waits for them
+        self._door.close()
+
+    def _free(self) -> None:
+        self._watch.stop()
+        self._memory.close()
         self._step.clear()
 
     # ---- within
@@ -367,6 +382,8 @@ class PeerLink:
         # A sender waits for the credit of the use before, its own is the next.
         use = (want + 1) % 2**32 if who == hand_off.SENDER else want
         key = self._key_of.get((slot, use))
+        if self._door.closed:
+            return closed_error(self.spec, key)
         if who == hand_off.HOLDER:
             return self._overwritten(key, slot)
         what = "the first exchange" if key is None else f"stage {key[0]}, {name(key)}"

@@ -24,6 +24,7 @@ from torch import Tensor
 from tpkernels import fused
 from tpkernels.fused_reference import NormValues
 from tpkernels.links.base import Key, LinkError, LinkSpec, Order, Speed, Transfers, check_put, name
+from tpkernels.links.door import CLOSE_S, STAYED, log
 
 if sys.platform == "linux":
     from tpkernels.links.segment import Offer, Segment, connect
@@ -222,8 +223,10 @@ class ShmLink:
 
     def close(self) -> None:
         self._order.closed = True
-        self._ring.close()
-        self._ring.expect([])  # lets go of the memory
+        if not self._ring.close(self._free, CLOSE_S):
+            log.warning(STAYED, self.spec, CLOSE_S)
+
+    def _free(self) -> None:
         self._views.clear()
         self._segment.close()
 
@@ -235,9 +238,9 @@ class ShmLink:
         return key, slot, shape, self._views[slot, shape]
 
 
-def _refusal(order: Order, spec: LinkSpec, key: Key, x: Tensor | None, done: int) -> LinkError:
+def _refusal(order: Order, spec: LinkSpec, key: Key | None, x: Tensor | None, done: int) -> LinkError:
     order.done = done
-    if x is not None:
+    if key is not None and x is not None:
         try:
             check_put(spec, order.shapes, key, x)
         except LinkError as error:
