@@ -1,13 +1,14 @@
 // bindings/core.cpp: tpkernels._core, export only: pointers, sizes and strides become parameter structs; errors become exceptions.
-// A tensor is (address, batch stride, token stride, head stride), strides in elements. The GIL is released while a kernel runs.
+// The GIL is released while a kernel runs.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <array>
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
+#include "bindings/attention_arguments.h"
 #include "bindings/links.h"
 #include "cpu/attention.h"
 #include "cpu/cpu_features.h"
@@ -18,28 +19,15 @@ namespace py = pybind11;
 
 namespace {
 
-using Tensor = std::array<int64_t, 4>;
-using Sizes = std::array<int64_t, 7>;     // batch, tokens, keys, query heads, KV heads, head_dim, value head_dim
-using MaskSizes = std::array<int64_t, 6>; // start, causal, window left, window right, document starts address, their batch stride
-
-template <class T> T* pointer(int64_t address) { return reinterpret_cast<T*>(static_cast<intptr_t>(address)); }
-
-tpk::TensorView view(const Tensor& t) { return {pointer<void>(t[0]), t[1], t[2], t[3]}; }
+using namespace tpk::bindings;
 
 tpk::AttentionShape shape_of(int dtype, const Sizes& n) {
-  if (dtype < 0 || dtype > 2) throw std::invalid_argument("cpu attention: unknown dtype code " + std::to_string(dtype));
-  if (n[3] <= 0 || n[4] <= 0 || n[3] % n[4] != 0)
-    throw std::invalid_argument("cpu attention: " + std::to_string(n[3]) + " query heads do not divide over " + std::to_string(n[4]) +
-                                " KV heads");
+  const tpk::AttentionShape shape = tpk::bindings::shape_of("cpu attention", dtype, n);
   if (n[5] < 1 || n[5] > 256 || n[6] < 1 || n[6] > 256)
     throw std::invalid_argument("cpu attention: head_dim " + std::to_string(n[5]) + " / " + std::to_string(n[6]) + " is outside 1..256");
   if (n[2] >= std::numeric_limits<int32_t>::max() / 2)
     throw std::invalid_argument("cpu attention: " + std::to_string(n[2]) + " keys are more than 2^30");
-  return {static_cast<tpk::DType>(dtype), n[0], n[1], n[2], n[3], n[4], n[5], n[6]};
-}
-
-tpk::MaskIntervals mask_of(const MaskSizes& m, int64_t keys) {
-  return {m[1] != 0, m[2], m[3], pointer<const int32_t>(m[4]), m[5], m[0], keys};
+  return shape;
 }
 
 void forward(int dtype, const Sizes& sizes, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, int64_t lse,
