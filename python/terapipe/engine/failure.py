@@ -49,14 +49,15 @@ def words(cause: BaseException) -> str:
 
 
 def lost_rank(rank: int, position: str, *, noticed: str, cause: BaseException) -> Failure:
-    """The failure of a rank that left no record, as its neighbour saw it; position: where it last said it stood."""
+    """The failure of a rank that left no record, as its neighbour saw it; position: where it last said it stood, which
+    it does once a second."""
     what = (
         "the process stands still (stopped, or its machine frozen)"
         if "stands still" in str(cause)
         else "the process ended without a word (killed, perhaps for want of memory; crashed; or its host is gone)"
     )
-    place = {NOWHERE: "its start", IDLE: BETWEEN_STEPS}.get(position, f"{position}, or soon after")
-    return Failure(rank, place, f"{what}; its own output and its host's log may say why. {noticed}")
+    place = {NOWHERE: "its start", IDLE: BETWEEN_STEPS}.get(position, position)
+    return Failure(rank, f"{place}, or soon after", f"{what}; its own output and its host's log may say why. {noticed}")
 
 
 def let_go(cause: BaseException) -> None:
@@ -75,7 +76,7 @@ class PipelineError(RuntimeError):
     def __init__(self, failure: Failure, *, here: int, again: bool = False) -> None:
         where = "" if here == failure.rank else f"rank {here} stopped because "
         before = "this pipeline failed before and cannot be used again; make a new one. " if again else ""
-        place = failure.action if failure.action == BETWEEN_STEPS else f"in {failure.action}"
+        place = failure.action if failure.action.startswith(BETWEEN_STEPS) else f"in {failure.action}"
         super().__init__(f"{before}{where}rank {failure.rank} failed {place}: {failure.cause}")
         self.failure = failure
 

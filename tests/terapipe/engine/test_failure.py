@@ -111,7 +111,7 @@ def test_a_killed_rank_is_named_by_its_neighbours(
     assert processes.status == 137
     errors = capfd.readouterr().err
     assert "terapipe: rank 2 was ended by signal SIGKILL" in errors
-    origin = r"rank 2 failed in .*, or soon after: the process ended without a word \(killed.*\. Rank 1 noticed"
+    origin = r"rank 2 failed .*, or soon after: the process ended without a word \(killed.*\. Rank 1 noticed"
     for rank in (0, 1):
         assert re.search(f"rank {rank} stopped because {origin} in 1B0", errors), errors[-3000:]
 
@@ -125,7 +125,7 @@ def test_a_rank_that_stands_still_is_named_by_its_neighbours(
     assert processes.status == 1
     assert all(_gone(pid) for pid in processes.pids)
     errors = capfd.readouterr().err
-    origin = r"rank 2 failed in .*, or soon after: the process stands still.*\. Rank 1 noticed in 1B0"
+    origin = r"rank 2 failed .*, or soon after: the process stands still.*\. Rank 1 noticed in 1B0"
     for rank in (0, 1):
         assert re.search(f"rank {rank} stopped because {origin}", errors), errors[-3000:]
 
@@ -164,8 +164,8 @@ def test_a_board_without_a_store_remembers_nothing() -> None:
     ("position", "place"),
     [
         ("2B0.1 (5 of 8)", "in 2B0.1 (5 of 8), or soon after"),
-        ("idle", "between steps"),
-        ("nowhere yet", "in its start"),
+        ("idle", "between steps, or soon after"),
+        ("nowhere yet", "in its start, or soon after"),
     ],
 )
 def test_a_rank_that_left_no_word_is_told_of_in_words_for_users(position: str, place: str) -> None:

@@ -29,7 +29,8 @@ SPEC = LinkSpec(
     0, 1, "F", torch.float32, torch.device("cpu"), 2, {(1, 0, piece): piece % 2 for piece in range(TRANSFERS)}, SHAPE
 )
 MEET_S = 200  # not what is tested
-OPTIONS: dict[str, Any] = {"silence_s": 0.6, "timeout_s": 0.6, "poison": True}
+# A beat may still come while the survivor waits, so that silence begins later than the wait.
+OPTIONS: dict[str, Any] = {"silence_s": 0.6, "timeout_s": 1.5, "poison": True}
 Place = tuple[str, int]
 """An action and its tile."""
 
