@@ -254,7 +254,7 @@ def broken_rules(row: Compiled, tile: Tile | None) -> list[str]:
 def tile_of(item: Launch, subject: Subject) -> Tile | None:
     """The table's row behind a launch; None for the kernels that only move rows."""
     kinds: dict[str, tiles.Kind] = {
-        "attention_forward": "forward",
+        "attention_forward": "softcap forward" if "softcap" in subject.features else "forward",
         "attention_backward_keys": "keys",
         "attention_backward_queries": "few queries" if subject.kind == "few" else "queries",
     }

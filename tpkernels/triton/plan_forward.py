@@ -55,7 +55,8 @@ def plan_forward(
     problem = Problem.of(q, k, v, settings.start, lengths)
     scoring = Scoring.of(settings.scale, settings.softcap)
     bounds = Bounds.of(mask, start=problem.start, tokens=problem.tokens, keys=problem.keys, packed=lengths is not None)
-    tile = tile or tiles.find(architecture, max(problem.head_dim, problem.value_head_dim), q.element_size(), "forward")
+    kind: tiles.Kind = "softcap forward" if settings.softcap else "forward"
+    tile = tile or tiles.find(architecture, max(problem.head_dim, problem.value_head_dim), q.element_size(), kind)
     row_tiles = tiles_of(problem.tokens * problem.group, tile.rows)
     programs = grid_of(problem.batch, problem.kv_heads, row_tiles)
     splits = 1

@@ -25,10 +25,12 @@ from tpkernels.triton.plan_forward import plan_forward
 from tpkernels.triton.tiles import Tile
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_KERNELS = {
+_KERNELS: dict[tiles.Kind, tuple[str, str]] = {
     "forward": ("tile", "attention_forward"),
+    "softcap forward": ("tile", "attention_forward"),
     "keys": ("keys_tile", "attention_backward_keys"),
     "queries": ("queries_tile", "attention_backward_queries"),
+    "few queries": ("queries_tile", "attention_backward_queries"),
 }
 
 
@@ -38,7 +40,7 @@ def candidates() -> Iterator[Tile]:
         yield Tile(rows, keys, warps, stages, "")
 
 
-def milliseconds(kind: str, tile: Tile, options: argparse.Namespace, device: torch.device) -> float:
+def milliseconds(kind: tiles.Kind, tile: Tile, options: argparse.Namespace, device: torch.device) -> float:
     """Median time of that one kernel for a causal slice of options.tokens behind options.prefix."""
     dtype, keys = _DTYPES[options.dtype], options.prefix + options.tokens
 
@@ -49,15 +51,20 @@ def milliseconds(kind: str, tile: Tile, options: argparse.Namespace, device: tor
     k, v = random(keys, options.kv_heads), random(keys, options.kv_heads)
     out, lse = torch.empty_like(q), torch.zeros(options.batch, options.heads, options.tokens, device=device)
     where, kernel = _KERNELS[kind]
-    deterministic = kind == "queries" or (kind == "keys" and options.deterministic)
-    mask = RawMask(True, -1, -1, None)
+    settings = RawSettings(
+        options.prefix,
+        RawMask(True, -1, -1, None),
+        options.head_dim**-0.5,
+        softcap=30.0 if kind == "softcap forward" else 0.0,
+        deterministic=where == "queries_tile" or (kind == "keys" and options.deterministic),
+    )
     planned: dict[str, Any] = {
-        "settings": RawSettings(options.prefix, mask, options.head_dim**-0.5, deterministic=deterministic),
+        "settings": settings,
         "architecture": tiles.architecture(device),
         "processors": launch.processors_of(device),
         where: tile,
     }
-    if kind == "forward":
+    if where == "tile":
         launches = plan_forward(q, k, v, out=out, lse=lse, **planned)
     else:
         sums = [torch.zeros(x.shape, dtype=torch.float32, device=device) for x in (k, v)]

@@ -32,6 +32,7 @@ SELECTION = [
     ("backward", "bf16", 72, None, 8, 120, ("window",)),
     ("split", "bf16", 128, None, 8, 90, ("sinks",)),
     ("forward", "fp16", 64, None, 3, 90, ("varlen",)),
+    ("forward", "fp16", 64, None, 3, 90, ("window", "softcap", "sinks")),
     ("forward", "fp32", 128, None, 1, 120, ("softcap",)),
 ]
 FIELDS = ("kind", "dtype", "head_dim", "value_head_dim", "group", "capability", "features")
@@ -146,7 +147,7 @@ def test_the_sweep_knows_every_row():
 def test_tuning_needs_a_gpu(device, capsys):
     if device == "cuda":
         pytest.skip("tuning on a GPU takes minutes; without one it must say so")
-    from tpkernels.triton import tune
+    from tpkernels.triton import tiles, tune
 
     assert tune.main([]) == 1 and "no CUDA device" in capsys.readouterr().err
-    assert len(set(tune.candidates())) == 4 * 4 * 2 * 4
+    assert len(set(tune.candidates())) == 4 * 4 * 2 * 4 and set(tune._KERNELS) == set(tiles.KINDS)
