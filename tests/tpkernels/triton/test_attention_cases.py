@@ -229,6 +229,19 @@ def test_short_sequences_with_large_inputs_stay_finite(tokens, leaves):
     assert out.isfinite().all() and all(x.isfinite().all() for x in grads(out, torch.randn_like(out), q, k, v))
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+def test_one_key_a_row_gives_its_value_and_no_gradient_for_q_and_k(deterministic, leaves):
+    """l = 1 and c = 0, and windows of one key: out = v, dv = dout, and dq = dk = 0 up to the sums' rounding."""
+    for tokens, window in ((1, None), (33, 0)):
+        q, k, v = leaves((2, tokens, 6, 40), (2, tokens, 2, 40), (2, tokens, 2, 40))
+        out = attend(q, k, v, mask=Mask(window=(window, None)), deterministic=deterministic)
+        torch.testing.assert_close(out, v.repeat_interleave(3, 2), rtol=1e-6, atol=1e-6)
+        dout = torch.randn_like(out)
+        dq, dk, dv = grads(out, dout, q, k, v)
+        assert dq.abs().max() < 1e-5 and dk.abs().max() < 1e-5
+        torch.testing.assert_close(dv, dout.unflatten(2, (2, 3)).sum(3), rtol=1e-5, atol=1e-6)
+
+
 def test_the_last_query_sees_the_last_key(device):
     """pytorch #108108, #144858, #103082; SageAttention #372; sparkinfer #4; ffpa PR #300: top-left instead of
     bottom-right, or a prefix forgotten in the backward. Equal logits: row i averages keys 0..i+2."""
@@ -309,6 +322,19 @@ def test_adding_a_constant_to_every_logit_changes_nothing(device):
         out, shifted = attend(q, k, v, scale=1.0, return_lse=True)
         assert (shifted - lse - shift).abs().max() < 0.05
         torch.testing.assert_close(out, expected, rtol=0.1, atol=0.1)
+
+
+def test_a_negative_zero_is_a_zero(device):
+    """-0 in inputs, which a maximum or a comparison of bits might take for less than 0."""
+    shape = (1, 37, 2, 8)
+    inputs = [torch.randn(shape, device=device) * (torch.rand(shape, device=device) > 0.5) for _ in range(3)]
+    results = []
+    for zero in (0.0, -0.0):
+        tensors = [torch.where(x == 0, zero, x).requires_grad_() for x in inputs]
+        out = attend(*tensors, deterministic=True)
+        results.append([out, *grads(out, torch.ones_like(out), *tensors)])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b) and a.isfinite().all()
 
 
 def test_sinks_far_from_the_scores(leaves, device):
