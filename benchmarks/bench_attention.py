@@ -1,12 +1,13 @@
 """Attention of one slice over its prefix on the CPU: our kernels, torch's SDPA and torch.matmul in the same run.
 
-Rows carry GFLOP/s (best of the rounds, the median beside it), with 4 * head_dim * query_heads * visible pairs
-operations forward and 2.5 times that backward, beside two rates of torch.matmul in the same dtype and thread count,
-measured in between: matmul_gflops is 1024^3, which the shares refer to; matmul_same_shape_gflops is q @ k^T and p @ v
-over all pairs of the shape, batched over KV heads, on contiguous operands and into given outputs (a low bar: it writes
-and reads the scores). Every shape's answer is checked against fp64 before it is timed.
+Rows carry GFLOP/s (medians over the rounds), with 4 * head_dim * query_heads * visible pairs operations forward and 2.5
+times that backward, beside two rates of torch.matmul in the same dtype and thread count, measured in between:
+matmul_gflops is 1024^3, which the shares refer to; matmul_same_shape_gflops is q @ k^T and p @ v over all pairs of the
+shape, batched over KV heads, on contiguous operands and into given outputs (a low bar: it writes and reads the scores).
+Shares are medians of ratios within a round. Every shape's answer is checked against fp64 before it is timed.
 
-The one trap: rates halve now and then on a shared machine, so each round times every rival once and the best counts.
+The one trap: what a rival leaves in caches and clock rates costs its neighbour up to a third. So each round calls every
+rival CALLS times in a row: the last call counts, and the first, right after the others, gives the `_cold` columns.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from tpkernels.mask import RawMask
 from tpkernels.prefix_cache import PrefixCache
 
 MATMUL = 1024
+CALLS = 3
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ SHAPES = tuple(
 
 @dataclass(frozen=True)
 class Row:
-    """One shape, dtype and thread count. Rates in GFLOP/s; shares and speed-ups from the best times."""
+    """One shape, dtype and thread count. Rates in GFLOP/s; shares are of matmul in the same round, cold of cold."""
 
     threads: int
     dtype: str
@@ -72,11 +74,11 @@ class Row:
     matmul_gflops: float
     matmul_same_shape_gflops: float
     forward: float
-    forward_median: float
     forward_share: float
+    forward_cold_share: float
     backward: float
-    backward_median: float
     backward_share: float
+    backward_cold_share: float
     sdpa_forward: float
     sdpa_backward: float
     forward_speedup: float
@@ -116,18 +118,24 @@ def measure(shape: Shape, dtype: torch.dtype, threads: int, rounds: int) -> Row:
     k, v = (normal(1, shape.keys, shape.kv_heads, shape.head_dim) for _ in range(2))
     jobs["same_shape"] = _same_shape(shape, q, k, v)
     jobs |= _ours(shape, q, k, v, dout) | _sdpa(shape, q, k, v, dout)
-    seconds: dict[str, list[float]] = {name: [] for name in jobs}
-    for turn in range(rounds + 1):
+    first: dict[str, list[float]] = {name: [] for name in jobs}
+    last: dict[str, list[float]] = {name: [] for name in jobs}
+    for _ in range(rounds):
         for name, job in jobs.items():
-            start = time.perf_counter()
-            job()
-            if turn:  # the first turn warms up
-                seconds[name].append(time.perf_counter() - start)
+            seconds = [_seconds(job) for _ in range(CALLS)]
+            first[name].append(seconds[0])
+            last[name].append(seconds[-1])
     flops = {name: shape.forward_flops * (2.5 if "backward" in name else 1.0) for name in jobs}
     flops["matmul"] = 2.0 * MATMUL**3
     flops["same_shape"] = 4.0 * shape.head_dim * shape.query_heads * shape.tokens * shape.keys
-    best = {name: flops[name] / min(times) / 1e9 for name, times in seconds.items()}
-    median = {name: flops[name] / statistics.median(times) / 1e9 for name, times in seconds.items()}
+
+    def rate(name: str) -> float:
+        return flops[name] / statistics.median(last[name]) / 1e9
+
+    def ratio(name: str, other: str, times: dict[str, list[float]]) -> float:
+        of_rounds = (theirs / ours for ours, theirs in zip(times[name], times[other], strict=True))
+        return flops[name] / flops[other] * statistics.median(of_rounds)
+
     return Row(
         threads=threads,
         dtype=str(dtype).removeprefix("torch."),
@@ -135,20 +143,26 @@ def measure(shape: Shape, dtype: torch.dtype, threads: int, rounds: int) -> Row:
         heads=f"{shape.query_heads}:{shape.kv_heads}",
         slice=shape.tokens,
         prefix=shape.prefix,
-        matmul_gflops=best["matmul"],
-        matmul_same_shape_gflops=best["same_shape"],
-        forward=best["forward"],
-        forward_median=median["forward"],
-        forward_share=best["forward"] / best["matmul"],
-        backward=best["backward"],
-        backward_median=median["backward"],
-        backward_share=best["backward"] / best["matmul"],
-        sdpa_forward=best["sdpa_forward"],
-        sdpa_backward=best["sdpa_backward"],
-        forward_speedup=best["forward"] / best["sdpa_forward"],
-        backward_speedup=best["backward"] / best["sdpa_backward"],
+        matmul_gflops=rate("matmul"),
+        matmul_same_shape_gflops=rate("same_shape"),
+        forward=rate("forward"),
+        forward_share=ratio("forward", "matmul", last),
+        forward_cold_share=ratio("forward", "matmul", first),
+        backward=rate("backward"),
+        backward_share=ratio("backward", "matmul", last),
+        backward_cold_share=ratio("backward", "matmul", first),
+        sdpa_forward=rate("sdpa_forward"),
+        sdpa_backward=rate("sdpa_backward"),
+        forward_speedup=ratio("forward", "sdpa_forward", last),
+        backward_speedup=ratio("backward", "sdpa_backward", last),
         isa_level=_core.isa_level(),
     )
+
+
+def _seconds(job: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    job()
+    return time.perf_counter() - start
 
 
 def check(shape: Shape, dtype: torch.dtype) -> None:
@@ -226,6 +240,6 @@ def _sdpa(
         graph[:] = [F.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], **settings)]
 
     def backward() -> None:
-        torch.autograd.grad(graph[0], leaves, gradient)
+        torch.autograd.grad(graph[0], leaves, gradient, retain_graph=True)
 
     return {"sdpa_forward": forward, "sdpa_backward": backward}

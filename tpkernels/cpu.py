@@ -48,7 +48,7 @@ class CpuBackend:
         sinks = _fp32(settings.sinks)
         _core.attention_forward(
             dtype=_DTYPE_CODES[q.dtype],
-            sizes=_sizes(q, k, v),
+            sizes=_sizes(q, v),
             q=_view(q),
             k=_view(k),
             v=_view(v),
@@ -80,7 +80,7 @@ class CpuBackend:
         sinks = _fp32(settings.sinks)
         _core.attention_backward(
             dtype=_DTYPE_CODES[q.dtype],
-            sizes=_sizes(q, k, v),
+            sizes=_sizes(q, v),
             dout=_view(dout),
             q=_view(q),
             k=_view(k),
@@ -104,12 +104,15 @@ class CpuBackend:
 
 
 def _view(tensor: Tensor) -> tuple[int, int, int, int]:
-    assert tensor.stride(3) == 1 or tensor.shape[3] == 1, "the last dimension is contiguous (attention.py sees to it)"
-    return (tensor.data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2))
+    batch, token, head, element = tensor.stride()
+    assert element == 1 or tensor.shape[3] == 1, "the last dimension is contiguous (attention.py sees to it)"
+    return (tensor.data_ptr(), batch, token, head)
 
 
-def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int, int, int]:
-    return (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+def _sizes(q: Tensor, v: Tensor) -> tuple[int, int, int, int, int, int, int]:
+    batch, tokens, query_heads, head_dim = q.shape
+    _, keys, kv_heads, value_head_dim = v.shape
+    return (batch, tokens, keys, query_heads, kv_heads, head_dim, value_head_dim)
 
 
 def _mask(settings: RawSettings) -> tuple[int, int, int, int, int, int]:
