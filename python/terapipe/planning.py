@@ -232,7 +232,7 @@ def simulate(arguments: Sequence[str]) -> int:
 
 
 def parse_bytes(text: str) -> float:
-    """24GB, 16GiB, 512MiB or a number of bytes."""
+    """Bytes of 24GB (10^9 each), 16GiB (2^30 each), 1.5T or a plain number. ValueError for anything else, and for 0."""
     match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
     if match is None or match[1].count(".") > 1 or match[1] == ".":
         raise ValueError(f"{text!r} is no amount of memory; write 24GB, 512MiB or a number of bytes.")

@@ -180,6 +180,8 @@ class Trainer:
         ) as progress:
             if self.step == 0:
                 before = after = self._validate(progress)
+            elif self.first and self.step == self._first_step:
+                print_line(f"continuing after step {self.step} of {config.steps}")
             while self.step < config.steps:
                 record = self.train_step()
                 loss = record.loss

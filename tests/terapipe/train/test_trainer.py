@@ -46,9 +46,10 @@ def with_changes(config: TrainConfig, **changes: object) -> TrainConfig:
     return config
 
 
-def run(config: TrainConfig, *, resume: bool = False) -> TrainResult:
+def run(config: TrainConfig, *, resume: bool = False, lines: list[str] | None = None) -> TrainResult:
+    """lines: receives what is printed."""
     with Trainer(config, world=World(), resume=resume) as trainer:
-        return trainer.fit(print_line=lambda line: None, bar=False)
+        return trainer.fit(print_line=([] if lines is None else lines).append, bar=False)
 
 
 def losses(config: TrainConfig) -> list[float]:
@@ -87,7 +88,9 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(dtype: str, tmp_path: Pa
             trainer._record(record)
             if trainer.step % 2 == 0:
                 trainer.save()
-    resumed = run(broken, resume=True)
+    printed: list[str] = []
+    resumed = run(broken, resume=True, lines=printed)
+    assert printed[0] == f"continuing after step 4 of {config.steps}"
     assert losses(broken) == losses(whole)
     assert resumed.validation_loss_after == result.validation_loss_after
     assert [path.name for path in sorted(broken.checkpoint_folder.iterdir())] == ["step-00000004", "step-00000006"]
