@@ -233,6 +233,8 @@ def prefix_attention(
 
     Raises ValueError, with the values, for shapes, dtypes, devices or heads that do not fit, slices or backwards out of
     order, exceeded capacity, or when no backend serves the call. After an error the cache is unchanged.
+    NotImplementedError for what has no meaning here: torch.vmap, forward-mode and second derivatives, torch.func.grad
+    through a cache.
     """
     _check_types(q, k, v, cache, mask)
     if torch.is_autocast_enabled(q.device.type):

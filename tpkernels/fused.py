@@ -36,7 +36,8 @@ _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, rms: bool) -> Tensor:
-    """RMSNorm (rms=True) or LayerNorm of x [..., columns] over the last dimension."""
+    """RMSNorm (rms=True) or LayerNorm of x [..., columns] over the last dimension, times weight [columns], plus bias
+    [columns]: [..., columns] in x's dtype. Statistics in fp32 at least; eps is added to the mean square or variance."""
     if _served(x, weight, bias):
         out: Tensor = _Norm.apply(x, None, weight, bias, eps, rms)[1]
         return out
@@ -48,7 +49,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, r
 def add_norm(
     x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, rms: bool
 ) -> tuple[Tensor, Tensor]:
-    """total = x + delta, and its norm."""
+    """total = x + delta, both [..., columns], and the norm of total, as `norm` gives it."""
     if _served(x, delta, weight, bias):
         total, out = _Norm.apply(x, delta, weight, bias, eps, rms)
         return total, out
@@ -67,7 +68,7 @@ def rotary(x: Tensor, turns: Tensor) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up."""
+    """silu(gate) * up of two tensors of one shape and dtype, elementwise (Shazeer, arXiv 2002.05202)."""
     if _served(gate, up):
         out: Tensor = _Gated.apply(gate, up, "silu")
         return out
@@ -75,7 +76,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU in its tanh form, as GPT-2 has it."""
+    """GELU of x of any shape in its tanh form, as GPT-2 has it: torch's gelu(approximate="tanh")."""
     if _served(x):
         out: Tensor = _Gated.apply(x, None, "gelu_tanh")
         return out

@@ -144,6 +144,8 @@ class GradientAccumulator:
 class PrefixCache:
     """Prefix cache of one micro in one attention layer; see the top of this file.
 
+    ValueError for sizes, dtypes or an accumulator that do not fit; NotImplementedError under torch.func's transforms.
+
     accumulator: where backwards add; None makes one of its own when the first backward needs it.
     position: int64 CPU tensor [length, generation, identity, slice start by slice end...]; `length` tokens are present,
     generation counts resets, so that the backward of a slice from before a reset is refused.

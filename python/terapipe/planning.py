@@ -96,6 +96,8 @@ class SimulateCommand:
 
 
 def plan(arguments: Sequence[str]) -> int:
+    """`terapipe plan` with these arguments: prints the best plan found, writes its file; the exit status. ValueError or
+    a planner's error, with the values, for a request that no plan meets."""
     command = _parse(PlanCommand, arguments, "plan")
     files.check_file(command.out, "--out")
     memory = None if command.memory is None else parse_bytes(command.memory)
@@ -177,6 +179,8 @@ def _request(
 
 
 def profile(arguments: Sequence[str]) -> int:
+    """`terapipe profile`: measures the model's layers here and writes the costs for `plan --hardware FILE`; the exit
+    status."""
     command = _parse(ProfileCommand, arguments, "profile")
     if (launched_world() or ALONE).rank == 0:
         files.check_file(command.out, "--out")
@@ -209,6 +213,7 @@ def profile(arguments: Sequence[str]) -> int:
 
 
 def simulate(arguments: Sequence[str]) -> int:
+    """`terapipe simulate`: prints what a plan file's step would take, and draws its timeline; the exit status."""
     command = _parse(SimulateCommand, arguments, "simulate")
     planned = plan_file.load(command.plan)
     simulation = planned.simulation()

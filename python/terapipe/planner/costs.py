@@ -191,25 +191,31 @@ class CostModel:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """The costs of a run of layers: sums over them."""
+    """The costs of a run of layers, sums over them: seconds and bytes of a slice of `length` tokens that starts at token
+    `start` of each of `micro_size` sequences. ValueError where `CostModel` has no figure for that micro size."""
 
     costs: CostModel
     layers: tuple[tuple[LayerCosts, int], ...]
 
     def forward(self, micro_size: int, length: int, start: int) -> float:
+        """Seconds."""
         return self._sum("forward", micro_size, length, start)
 
     def input_grad(self, micro_size: int, length: int, start: int) -> float:
+        """Seconds of the backward up to the stage's input."""
         return self._sum("input_grad", micro_size, length, start)
 
     def weight_grad(self, micro_size: int, length: int, start: int) -> float:
+        """Seconds of the weights' gradients."""
         return self._sum("weight_grad", micro_size, length, start)
 
     def backward(self, micro_size: int, length: int, start: int) -> float:
+        """Seconds of both."""
         return self.input_grad(micro_size, length, start) + self.weight_grad(micro_size, length, start)
 
     @property
     def parameters(self) -> int:
+        """Numbers in the weights."""
         return sum(layer.parameters * count for layer, count in self.layers)
 
     def saved_bytes(self, micro_size: int, length: int, *, recompute: bool = False) -> float:

@@ -52,16 +52,20 @@ class Action(NamedTuple):
 
 
 def F(stage: int, micro: int, slice: int = 0) -> Action:
+    """Forward of a slice; all three count from 0."""
     return Action(stage, FORWARD, micro, slice)
 
 
 def B(stage: int, micro: int, slice: int = 0) -> Action:
+    """Whole backward of a slice: gradients of its input and of the weights."""
     return Action(stage, BACKWARD, micro, slice)
 
 
 def I(stage: int, micro: int, slice: int = 0) -> Action:  # noqa: E743  (the field's letter for the input gradient)
+    """Backward of a slice up to its input; its W follows."""
     return Action(stage, INPUT_GRAD, micro, slice)
 
 
 def W(stage: int, micro: int, slice: int = 0) -> Action:
+    """Gradients of the weights of a slice, after its I."""
     return Action(stage, WEIGHT_GRAD, micro, slice)
