@@ -191,8 +191,8 @@ class CostModel:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """The costs of a run of layers, sums over them: seconds and bytes of a slice of `length` tokens that starts at token
-    `start` of each of `micro_size` sequences. ValueError where `CostModel` has no figure for that micro size."""
+    """The costs of a run of layers, sums over them: seconds and bytes of a slice of `length` tokens, which starts at
+    token `start` of each of `micro_size` sequences. ValueError where `CostModel` has no figure for that micro size."""
 
     costs: CostModel
     layers: tuple[tuple[LayerCosts, int], ...]
