@@ -48,9 +48,11 @@ def scaled_dot_product_attention(
     is_causal: query i sees keys 0 .. i. attn_mask: boolean, True where a query sees a key, any shape that broadcasts to
     [batch, heads, tokens, keys]; the same for all heads, and each row one run of True (causal, windows, padding, packed
     documents, prefixes, in any combination); or torch.nn.attention.bias.causal_upper_left / causal_lower_right. A row
-    without True gives 0. enable_gqa: kv_heads may divide heads.
+    without True gives 0. scale: default head_dim ** -0.5. enable_gqa: kv_heads may divide heads. A boolean mask is read
+    on the host, a sync on a GPU.
 
-    Raises ValueError for dropout, additive masks and masks that are not intervals.
+    Raises ValueError for dropout_p, masks that are not boolean, differ between heads or are not intervals, a mask
+    beside is_causal, unequal heads without enable_gqa, and for what prefix_attention refuses (dtypes, devices).
     """
     name = "scaled_dot_product_attention"
     if dropout_p:

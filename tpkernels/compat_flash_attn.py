@@ -56,10 +56,14 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """q [batch, tokens, heads, head_dim]; k, v [batch, keys, kv_heads, head_dim] -> out like q.
+    """flash_attn.flash_attn_func: q [batch, tokens, heads, head_dim]; k [batch, keys, kv_heads, head_dim], v [batch,
+    keys, kv_heads, value_head_dim] -> out [batch, tokens, heads, value_head_dim], differentiable in q, k and v.
 
-    window_size: (left, right), -1 for no bound. return_attn_probs: (out, softmax_lse fp32 [batch, heads, tokens],
-    S_dmask); S_dmask is empty, as it is in flash-attn without dropout.
+    softmax_scale: default head_dim ** -0.5. window_size: (left, right) in tokens, -1 for no bound. return_attn_probs:
+    (out, softmax_lse fp32 [batch, heads, tokens], natural log, not differentiable, and S_dmask, which is empty, as it
+    is in flash-attn without dropout).
+
+    Raises ValueError for dropout_p and alibi_slopes, and for what prefix_attention refuses (shapes, dtypes, devices).
     """
     _refuse("flash_attn_func", dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     mask = _mask(causal, window_size)
@@ -86,10 +90,16 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Any:
-    """Packed sequences: q [total_q, heads, head_dim]; k, v [total_k, kv_heads, head_dim] -> out like q.
+    """flash_attn.flash_attn_varlen_func: packed q [total_q, heads, head_dim]; k [total_k, kv_heads, head_dim],
+    v [total_k, kv_heads, value_head_dim] -> out [total_q, heads, value_head_dim], differentiable in q, k and v.
 
-    cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1]; a sequence may have no queries or no keys, and rows behind the
-    last one have out 0, lse -inf and gradients 0. return_attn_probs: as flash_attn_func, softmax_lse [heads, total_q].
+    cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], running totals in tokens that start with 0; max_seqlen_q,
+    max_seqlen_k: no sequence is longer. A sequence may have no queries or no keys, and rows behind the last one have
+    out 0, lse -inf and gradients 0. return_attn_probs: as flash_attn_func, softmax_lse [heads, total_q]; so are the
+    other arguments. On a GPU the triton backend leaves the totals unread: no sync, and no check of them.
+
+    Raises ValueError for dropout_p, alibi_slopes and block_table, for totals of another type or shape, and, on the
+    CPU, for totals that fall, end behind the tokens or exceed the maxima.
     """
     name = "flash_attn_varlen_func"
     _refuse(name, dropout_p=dropout_p, alibi_slopes=alibi_slopes, block_table=block_table)
@@ -134,8 +144,9 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """q [batch, tokens, heads, head_dim] against a cache [rows, capacity, kv_heads, head_dim] -> out like q, with a
-    backward; with return_softmax_lse (out, softmax_lse fp32 [batch, heads, tokens]).
+    """flash_attn.flash_attn_with_kvcache, with the backward that it lacks: q [batch, tokens, heads, head_dim] against a
+    cache [rows, capacity, kv_heads, head_dim] -> out [batch, tokens, heads, value_head_dim]; with return_softmax_lse
+    (out, softmax_lse fp32 [batch, heads, tokens]).
 
     Plain cache tensors: k, v [batch, new, kv_heads, head_dim], if given, are written in place at cache_seqlens, an int
     or int32 [batch] of any values; without them cache_seqlens are the valid tokens (default: all). cache_batch_idx
@@ -147,6 +158,10 @@ def flash_attn_with_kvcache(
     where it starts), and the backward adds to the gradients of all earlier slices; see prefix_attention.
 
     num_splits and rotary_interleaved (without rotary_cos) change no result.
+
+    Raises ValueError, before anything is written, for rotary_cos, rotary_sin, block_table and alibi_slopes, a cache
+    tensor that requires a gradient, k without v, shapes and dtypes that do not fit the cache, and lengths that exceed
+    its capacity; NotImplementedError under torch.vmap.
     """
     name = "flash_attn_with_kvcache"
     _refuse(name, rotary_cos=rotary_cos, rotary_sin=rotary_sin, block_table=block_table, alibi_slopes=alibi_slopes)

@@ -26,7 +26,11 @@ _ROWS_AT_A_TIME = 1024  # query rows of the dense mask that exist at once while 
 def register_with_transformers(name: str = "tpkernels") -> None:
     """Make attn_implementation=`name` work in transformers models; call it before a model is built.
 
-    ValueError when transformers is not installed or older than 4.57.
+    It registers an attention function and a mask function under one name, as transformers' AttentionInterface and
+    AttentionMaskInterface ask for. Calling it again changes nothing.
+
+    Raises ValueError when transformers is not installed or older than 4.57. A model raises ValueError in its forward
+    for attention dropout, position biases, output_attentions, additive masks and masks that are not intervals.
     """
     try:
         import transformers

@@ -82,7 +82,7 @@ class TritonBackend:
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, lse: Tensor, settings: RawSettings) -> None:
-        """Writes out and lse."""
+        """Writes out and lse. Raises ValueError where rows or programs of the call exceed 32 bits."""
         from tpkernels.triton import launch
         from tpkernels.triton.plan_forward import plan_forward
 
@@ -113,7 +113,7 @@ class TritonBackend:
         dsinks: Tensor | None,
         settings: RawSettings,
     ) -> None:
-        """Writes dq; adds into dk, dv and dsinks."""
+        """Writes dq; adds into dk, dv and dsinks. Raises ValueError as forward does."""
         from tpkernels.triton import launch
         from tpkernels.triton.plan_backward import plan_backward
 

@@ -66,7 +66,10 @@ def varlen_forward(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> VarlenResult:
-    """Forward; `mask` without document_starts, its positions counted within each sequence."""
+    """Forward; `mask` without document_starts, its positions (and windows, in tokens) counted within each sequence.
+
+    Raises ValueError for cu_q and cu_k of another type or of unequal shapes, and where rows or programs exceed 32 bits.
+    """
     _check(lengths)
     out = torch.zeros(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), -float("inf"), dtype=torch.float32, device=q.device)
@@ -101,7 +104,8 @@ def varlen_backward(
     sinks: Tensor | None = None,
     deterministic: bool = False,
 ) -> VarlenGradients:
-    """Gradients from the forward's out and lse."""
+    """Gradients from the forward's out and lse, into fresh tensors. deterministic: dq and dk, dv the same bits in each
+    run. Raises ValueError as varlen_forward does."""
     _check(lengths)
     dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
     dk = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
