@@ -144,6 +144,72 @@ def test_the_invariance_unit_is_where_packed_tiles_begin(group, rows, unit, devi
     assert TritonBackend().invariance_unit(call) == unit
 
 
+# ---- the host --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+def test_no_value_is_read_on_the_host(deterministic, device, monkeypatch):
+    """From a call to its launches, on meta tensors, which have no values: whoever asked for one would wait for a GPU,
+    and no graph could be captured."""
+    from tpkernels.triton import launch, varlen
+
+    launched = []
+    monkeypatch.setattr(launch, "run", lambda launches, _: launched.extend(item.kernel.__name__ for item in launches))
+
+    def meta(*shape, dtype=torch.float16):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    q, k, v, lse = meta(2, 40, 6, 24), meta(2, 100, 2, 24), meta(2, 100, 2, 16), meta(2, 6, 40, dtype=torch.float32)
+    out, sums = meta(2, 40, 6, 16), [meta(*x.shape, dtype=torch.float32) for x in (k, v)]
+    sinks, starts = meta(6, dtype=torch.float32), meta(2, 40, dtype=torch.int32)
+    settings = RawSettings(60, RawMask(True, 30, -1, starts), 0.2, 5.0, sinks, deterministic)
+    backend = TritonBackend()
+    backend.forward(q, k, v, out=out, lse=lse, settings=settings)
+    backend.backward(
+        out, q, k, v, out, lse, dq=q, dk=sums[0], dv=sums[1], dsinks=sinks, settings=settings
+    )  # fmt: skip
+    cu = meta(3, dtype=torch.int32)
+    packed = {"lengths": launch.Lengths(cu, cu, 30, 70), "mask": RawMask(True, -1, -1, None), "scale": 0.2}
+    varlen.varlen_forward(q[0], k[0], v[0], **packed)
+    varlen.varlen_backward(out[0], q[0], k[0], v[0], out[0], lse[0], deterministic=deterministic, **packed)
+    assert launched.count("attention_forward") == 2 and launched.count("attention_backward_keys") == 2
+
+
+def test_a_graph_is_captured_and_nothing_waits_for_the_gpu(device):
+    """Forward and backward of a slice, on a stream of their own, replayed on other inputs."""
+    if device != "cuda":
+        pytest.skip("CUDA graphs are captured on a GPU")
+    case = AttentionCase(100, 300, query_heads=6, kv_heads=2, head_dim=64, cached=False)
+    first, second = (testing.make_inputs(case, torch.float16, seed=seed, device=device) for seed in (0, 1))
+    q, k, v, dout = first.q, first.k, first.v, first.dout
+    out, dq, lse = torch.empty_like(q), torch.empty_like(q), torch.empty(*q.shape[:1], 6, 100, device=device)
+    sums = [torch.zeros(x.shape, device=device) for x in (k, v)]
+    settings, backend = RawSettings(300, RawMask(True, -1, -1, None), 0.125, deterministic=True), TritonBackend()
+
+    def step():
+        for x in sums:
+            x.zero_()
+        backend.forward(q, k, v, out=out, lse=lse, settings=settings)
+        backend.backward(dout, q, k, v, out, lse, dq=dq, dk=sums[0], dv=sums[1], dsinks=None, settings=settings)
+
+    step()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for x, other in zip((q, k, v, dout), (second.q, second.k, second.v, second.dout), strict=True):
+        x.copy_(other)
+    graph.replay()
+    replayed = [x.clone() for x in (out, lse, dq, *sums)]
+    step()
+    assert all(torch.equal(a, b) for a, b in zip(replayed, (out, lse, dq, *sums), strict=True))
+
+
 # ---- packed sequences ------------------------------------------------------------------------------------------------
 
 
