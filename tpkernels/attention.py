@@ -219,9 +219,9 @@ def prefix_attention(
     query_heads, tokens] (natural log, includes the sink, not differentiable). fp32, bf16, fp16 (fp64 in the oracle).
     Query head h uses KV head h // (query_heads // kv_heads).
 
-    cache: k and v are written at `start` (default: the cache's length, an append). A range that is already present is a
-        recomputation: it writes nothing and reads the cache. Without a cache k and v hold all keys, any number, and the
-        last query sees the last key (start = keys - tokens, as flash-attn >= 2.1).
+    cache: k and v are written at `start` (default: the cache's length, an append; or see PrefixCache.recomputing). A
+        range that is already present is a recomputation: it writes nothing and reads the cache. Without a cache k and v
+        hold all keys, any number, and the last query sees the last key (start = keys - tokens, as flash-attn >= 2.1).
     mask: see Mask; scale: default head_dim ** -0.5; softcap: scores become softcap * tanh(score / softcap); sinks
         [query_heads]: adds exp(sink) to the softmax denominator, with a gradient in fp32.
     deterministic: any slicing gives bitwise the same out, lse and dq; see invariance_unit for dk and dv.
@@ -237,6 +237,8 @@ def prefix_attention(
     through a cache.
     """
     _check_types(q, k, v, cache, mask)
+    if start is None and cache is not None:
+        start = cache.recomputed_start
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k, v, cache)
     _check_shapes(q, k, v, cache, sinks, mask, scale, softcap)

@@ -12,7 +12,9 @@ last to first, even of one whose output reaches no loss (with a zero gradient).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -188,9 +190,20 @@ class PrefixCache:
             self.position[IDENTITY] = next(_identities)
             self.progress = torch.full((2,), -1, dtype=torch.int64)
             self.backward_view = BackwardView(*(_other_handle(x) for x in (self.k, self.v, self.position)))
+        self.recomputed_start: int | None = None
         self.accumulator = accumulator
         if accumulator is not None:
             self._check_accumulator(accumulator)
+
+    @contextlib.contextmanager
+    def recomputing(self, start: int) -> Iterator[None]:
+        """Within it a slice given without `start=` is one that the cache holds already, from position `start` on: it is
+        computed again and writes nothing. For layers that do not pass a position on."""
+        self.recomputed_start = start
+        try:
+            yield
+        finally:
+            self.recomputed_start = None
 
     def _check_accumulator(self, accumulator: GradientAccumulator) -> None:
         wanted = accumulator_dtype(self.k.dtype)

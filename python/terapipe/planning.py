@@ -171,7 +171,6 @@ def _request(
         unit=command.unit,
         tensor=tensor,
         schedules=tuple(name for name in command.schedules if name in runnable or not command.only_runnable),
-        recompute=(False,) if command.only_runnable else (False, True),
         data=(1,) if command.only_runnable else command.data or None,
         micro_sizes=micro_sizes if not command.micro_sizes else command.micro_sizes,
         slices=command.slice_tokens or None,

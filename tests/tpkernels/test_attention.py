@@ -132,7 +132,11 @@ def test_recomputing_a_slice_writes_nothing(backend):
     before = cache.k.clone(), cache.v.clone(), cache.position.clone()
     nonsense = torch.full_like(inputs.k[:, :6], float("nan"))
     again = prefix_attention(inputs.q[:, :6], nonsense, nonsense, cache, start=0, backend=backend)
-    assert torch.equal(again, first)
+    with pytest.raises(ArithmeticError), cache.recomputing(0):
+        told_by_the_cache = prefix_attention(inputs.q[:, :6], nonsense, nonsense, cache, backend=backend)
+        raise ArithmeticError
+    assert cache.recomputed_start is None
+    assert torch.equal(again, first) and torch.equal(told_by_the_cache, first)
     for old, new in zip(before, (cache.k, cache.v, cache.position), strict=True):
         torch.testing.assert_close(new, old, rtol=0, atol=0, equal_nan=True)
 

@@ -69,9 +69,10 @@ class Pipeline:
     or "auto" (shm where both ranks are on CPUs of one host, else dist). link_slots: 0, a slice stays in its slot
     until its backward (resident, as many slots as the plan needs); else it is copied out of a ring of so many.
     link_timeout: the longest wait for a slice. dtype: of hidden states and caches; parameters of 16 bits get fp32
-    gradients. stall_seconds: after so long in one action every rank's position is logged. One token runs through
-    every layer here (trial.py). Raises ValueError before any work when layers, plan, processes and parameters do
-    not fit.
+    gradients. recompute: keep only the input of each slice, and run it through its stage once more in the backward:
+    less memory, a third more computation, the same bits. stall_seconds: after so long in one action every rank's
+    position is logged. One token runs through every layer here (trial.py). Raises ValueError before any work when
+    layers, plan, processes and parameters do not fit.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Pipeline:
         ties: Sequence[Tie] = (),
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        recompute: bool = False,
         links: str = "auto",
         link_slots: int = 0,
         link_timeout: timedelta = timedelta(minutes=30),
@@ -93,7 +95,7 @@ class Pipeline:
             dict(layers) if isinstance(layers, Mapping) else {str(index): layer for index, layer in enumerate(layers)}
         )
         self.plan, self._dtype, self._hidden_size = plan, dtype, hidden_size
-        self._device = torch.device(device)
+        self._device, self._recompute = torch.device(device), recompute
         processes = dist.get_world_size() if dist.is_initialized() else 1
         self._local = choose_links(links, plan, processes)
         self.rank = 0 if self._local else dist.get_rank()
@@ -296,6 +298,7 @@ class Pipeline:
             loss=loss,
             device=self._device,
             dtype=self._dtype,
+            recompute=self._recompute,
         )
 
     def _tell_all(self, start: Start) -> list[Start]:

@@ -4,11 +4,15 @@ A stage knows nothing of ranks, links or schedules.  `forward` takes the hidden 
 returns the next ones; `backward` takes the gradient of that output and returns the gradient of that input.  Slices
 of a micro go forward first to last and backward last to first; a micro's caches go back to the pool with its last
 action, so a step leaves nothing behind (`assert_drained`).
+
+With `recompute` a forward keeps its input alone, and the backward runs the slice through the layers once more, from the
+same random numbers and the same prefix in the caches. Losses and gradients are bitwise those of a run without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +38,15 @@ class _Live:
     entry: Entry | None
 
 
+@dataclass
+class _Input:
+    """What it keeps with `recompute`: hidden states (None on the first stage), the micro's rows, random generators."""
+
+    hidden: Tensor | None
+    batch: Batch
+    random: list[Tensor]
+
+
 class Stage:
     """`layers` global name -> module, in order.  `slice_starts`, `slice_lengths` in tokens.  Layers with `make_cache`
     get a prefix cache per micro. A last layer that `adds_out` takes `out=`, which may add its two summands; a first one
@@ -51,15 +64,16 @@ class Stage:
         loss: Loss,
         device: torch.device,
         dtype: torch.dtype,
+        recompute: bool = False,
     ) -> None:
-        self.index = index
+        self.index, self.recompute = index, recompute
         self.layers = dict(layers)
         self.first, self.last = first, last
         self.slice_lengths = slice_lengths
         self.slice_starts = tuple(sum(slice_lengths[:i]) for i in range(len(slice_lengths)))
         self.micro_size, self.device, self.dtype = micro_size, device, dtype
         self.loss = loss
-        self._live: dict[tuple[int, int], _Live] = {}
+        self._live: dict[tuple[int, int], _Live | _Input] = {}
         self._losses: dict[tuple[int, int], Tensor] = {}
         self._caches: dict[int, list[Any]] = {}  # micro -> one cache (or None) per layer
         self._free: list[list[Any]] = []
@@ -95,34 +109,41 @@ class Stage:
         normed: the first layer's norm of `hidden`, for one with an `entry_norm`. out: may add the last layer's two
         summands.
         Returns what the next stage needs; None on the last stage, which keeps the slice's loss sum."""
+        keeps_graph = not self._evaluating and not self.recompute
+        if hidden is not None:
+            hidden.requires_grad_(keeps_graph)
+        entry = None if self.entry_norm is None else Entry(normed)
+        random = _random_state(self.device) if self.recompute and not self._evaluating else []
+        with torch.set_grad_enabled(keeps_graph):
+            x = self._through_layers(micro, piece, hidden, batch, entry=entry, out=out)
+        if self.last:
+            self._losses[micro, piece] = x.detach()
+        if keeps_graph:
+            self._live[micro, piece] = _Live(hidden, x, entry)
+        elif not self._evaluating:
+            self._live[micro, piece] = _Input(hidden, batch, random)
+        elif piece == len(self.slice_lengths) - 1:
+            self._finish(micro)
+        return None if self.last else x.detach()
+
+    def _through_layers(
+        self, micro: int, piece: int, hidden: Tensor | None, batch: Batch, *, entry: Entry | None, out: Out | None
+    ) -> Tensor:
+        """Hidden states behind the last layer; on the last stage the loss sum."""
         start, length = self.slice_starts[piece], self.slice_lengths[piece]
         tokens = slice(start, start + length)
-        leaf = None
-        if self.first:
-            x = batch.tokens[:, tokens]
-        else:
-            assert hidden is not None
-            x = leaf = hidden.requires_grad_(not self._evaluating)
+        x = batch.tokens[:, tokens] if self.first else hidden
+        assert x is not None
         mask = self._mask(micro, batch)
         positions = mask.positions(start, length).to(self.device).expand(self.micro_size, length)
-        entry = None if self.entry_norm is None else Entry(normed)
-        with torch.set_grad_enabled(not self._evaluating):
-            for layer, cache in zip(self.layers.values(), self._caches_of(micro), strict=True):
-                told: dict[str, Any] = {}
-                if entry is not None and layer is self._entered:
-                    told["entry"] = entry
-                if out is not None and layer is self._adds_out and not self.last:
-                    told["out"] = out
-                x = layer(x, cache, mask, positions, **told)
-            if self.last:
-                x = self.loss(x, batch.targets[:, tokens])
-                self._losses[micro, piece] = x.detach()
-        if self._evaluating:
-            if piece == len(self.slice_lengths) - 1:
-                self._finish(micro)
-        else:
-            self._live[micro, piece] = _Live(leaf, x, entry)
-        return None if self.last else x.detach()
+        for layer, cache in zip(self.layers.values(), self._caches_of(micro), strict=True):
+            told: dict[str, Any] = {}
+            if entry is not None and layer is self._entered:
+                told["entry"] = entry
+            if out is not None and layer is self._adds_out and not self.last:
+                told["out"] = out
+            x = layer(x, cache, mask, positions, **told)
+        return self.loss(x, batch.targets[:, tokens]) if self.last else x
 
     def backward(
         self, micro: int, piece: int, gradient: Tensor, *, reserve: Callable[[], Tensor] | None = None
@@ -132,6 +153,8 @@ class Stage:
         `gradient` is that of the output; on the last stage the scalar that scales the loss sum (one over the number
         of targets). reserve: gives memory which the returned gradient may be computed into."""
         live = self._live.pop((micro, piece))
+        if isinstance(live, _Input):
+            live = self._again(micro, piece, live)
         if live.entry is not None:
             live.entry.gradient = reserve
         if live.root.requires_grad:  # a stage of frozen layers behind frozen layers has nothing to do
@@ -141,6 +164,18 @@ class Stage:
         if live.leaf is None:
             return None
         return torch.zeros_like(live.leaf) if live.leaf.grad is None else live.leaf.grad
+
+    def _again(self, micro: int, piece: int, kept: _Input) -> _Live:
+        """The slice's forward once more, with a graph."""
+        leaf = None if kept.hidden is None else kept.hidden.detach().requires_grad_()
+        entry = None if self.entry_norm is None else Entry()
+        with contextlib.ExitStack() as stack:
+            for cache in self._caches_of(micro):
+                if cache is not None:
+                    stack.enter_context(cache.recomputing(self.slice_starts[piece]))
+            stack.enter_context(_random_from(kept.random, self.device))
+            stack.enter_context(torch.enable_grad())
+            return _Live(leaf, self._through_layers(micro, piece, leaf, kept.batch, entry=entry, out=None), entry)
 
     def losses(self) -> dict[tuple[int, int], float]:
         """(micro, slice) -> loss sum of the step, on the last stage; empty elsewhere."""
@@ -205,3 +240,18 @@ class Stage:
                 cache.reset()
         self._free.append(caches)
         self._masks.pop(micro, None)
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    """Of the CPU's generator and, for a GPU, of its own."""
+    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+
+
+@contextlib.contextmanager
+def _random_from(state: list[Tensor], device: torch.device) -> Iterator[None]:
+    """Generators start from `state` within, and are as before afterwards."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.set_rng_state(state[0])
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(state[1], device)
+        yield

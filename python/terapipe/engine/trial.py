@@ -33,6 +33,11 @@ def try_out(stage: Stage, *, hidden_size: int) -> KnownIds:
     name = ""
     with _undisturbed(stage.layers.values(), stage.device), _lookups(next(iter(stage.layers.values())), ids) as rows:
         for (name, layer), cache in zip(stage.layers.items(), stage.make_caches(1), strict=True):
+            if stage.recompute and cache is not None and not hasattr(cache, "recomputing"):
+                raise ValueError(
+                    f"layer {name!r} has a cache of type {type(cache).__name__} without recomputing(start), which "
+                    "recompute=True needs (see PrefixCache.recomputing); add it, or leave recompute out."
+                )
             what = f"{_described(x)} (hidden_size is {hidden_size}, dtype {stage.dtype})"
             try:
                 x = layer(x, cache, Mask(), torch.zeros_like(ids))

@@ -228,13 +228,11 @@ class StageCosts:
         """K and V of one micro in flight."""
         return micro_size * tokens * sum(layer.cache_bytes_per_token * count for layer, count in self.layers)
 
-    def fixed_bytes(self, micro_size: int, tokens: int, *, replicas: int = 1, recompute: bool = False) -> float:
-        """Weights, gradients, optimizer state (over `replicas`), accumulators; one layer's activations when they are
-        recomputed."""
+    def fixed_bytes(self, micro_size: int, tokens: int, *, replicas: int = 1) -> float:
+        """Weights, gradients, optimizer state (over `replicas`), accumulators."""
         accumulators = sum(layer.accumulator_bytes_per_token * count for layer, count in self.layers)
-        most = max(layer.saved_bytes_per_token for layer, _ in self.layers) if recompute else 0.0
         per_parameter = parameter_bytes(self.costs.dtype, replicas)
-        return self.parameters * per_parameter + micro_size * tokens * (accumulators + most)
+        return self.parameters * per_parameter + micro_size * tokens * accumulators
 
     def slice_costs(
         self, micro_size: int, *, unit: int, units: int, added: Sequence[float] = (), recompute: bool = False

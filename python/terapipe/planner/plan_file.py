@@ -165,8 +165,6 @@ def refuse_what_the_engine_lacks(planned: PlannedRun) -> None:
         lacking.append(f"tensor-parallel stages (tensor = {layout.tensor})")
     if layout.data > 1:
         lacking.append(f"replicas (data = {layout.data})")
-    if layout.recompute:
-        lacking.append("recomputation")
     if any(action.kind in "IW" for action in planned.plan.schedule.actions()):
         lacking.append("split backwards (actions I and W)")
     if lacking:

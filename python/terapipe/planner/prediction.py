@@ -193,7 +193,11 @@ def memory(plan: Plan, stages: list[StageCosts], simulation: Simulation, layout:
     ]
 
     peaks = simulation.peaks(lambda action: held[action.stage][action.slice])
-    fixed = [stage.fixed_bytes(size, tokens, recompute=layout.recompute) for stage in stages]
+    # What a backward computes again lives as long as it runs.
+    again = [stage.saved_bytes(size, max(plan.slices)) if layout.recompute else 0.0 for stage in stages]
+    fixed = [stage.fixed_bytes(size, tokens) for stage in stages]
+    ranks = [plan.schedule.rank_stages(rank) for rank in range(plan.ranks)]
     return tuple(
-        sum(fixed[stage] for stage in plan.schedule.rank_stages(rank)) + peak for rank, peak in enumerate(peaks)
+        sum(fixed[stage] for stage in own) + max(again[stage] for stage in own) + peak
+        for own, peak in zip(ranks, peaks, strict=True)
     )

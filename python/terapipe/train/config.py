@@ -114,6 +114,8 @@ class ParallelSettings:
     """Layers of each stage, embedding and head counted as one layer each; without it, as even as possible."""
     warmup_per_hop: int = 1
     """seq_1f1b: forwards a rank may run ahead for each hop; more hides unequal slices and costs memory."""
+    recompute: bool = False
+    """Keep only the input of each slice and compute the rest again in its backward: less memory, a third more work."""
     links: Literal["auto", "local", "shm", "peer", "dist"] = "auto"
     """auto: shared memory between CPU ranks of one host, else torch.distributed; local: one process steps all ranks."""
     link_slots: int = 0
@@ -210,6 +212,7 @@ class TrainConfig:
             slices=len(planned.plan.slices),
             slice_tokens=planned.plan.slices,
             stage_layers=tuple(last - first for first, last in planned.plan.stages),
+            recompute=planned.layout.recompute,
         )
         if given not in (free, settings):
             other = [f.name for f in dataclasses.fields(given) if getattr(given, f.name) != getattr(free, f.name)]

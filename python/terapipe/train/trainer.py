@@ -136,6 +136,7 @@ class Trainer:
             ties=self.ties,
             device=device,
             dtype=dtype,
+            recompute=config.parallel.recompute,
             links=config.parallel.links,
             link_slots=config.parallel.link_slots,
         )

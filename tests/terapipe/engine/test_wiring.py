@@ -45,6 +45,7 @@ def test_processes_give_the_numbers_of_one_process(ranks: int, run_scenario: Cal
     if ranks == 2:
         expected = {"kinds": {"0->1F": "dist", "1->0B": "shm"}, "loss": results[0]["one without memory"]["loss"]}
         assert [result["one without memory"] for result in results] == [expected] * 2
+    assert all(same for result in results for same in result["recomputed"])
     for tied in zip(*(result["tied"] for result in results), strict=True):
         copies = [value for copies in tied for value in copies.values()]
         assert len(copies) == 2 and torch.equal(copies[0], copies[1])

@@ -68,16 +68,28 @@ def run_layout(pipeline: Pipeline, case: Case) -> dict[str, Any]:
 
 
 def layouts(rank: int, ranks: int) -> dict[str, Any]:
-    results: dict[str, Any] = {"tied": []}
+    results: dict[str, Any] = {"tied": [], "recomputed": []}
     for case in LAYOUTS[ranks]:
         for links in LINKS[ranks]:
             with case.pipeline(links=links[0], link_slots=links[1]) as pipeline:
-                results[str(case), links] = run_layout(pipeline, case)
+                results[str(case), links] = found = run_layout(pipeline, case)
                 if tied_parameters(case.config):
                     results["tied"].append(train_tied(pipeline, case))
+            results["recomputed"].append(_again_with_recompute(case, links) == _bits(found))
     results["mixed ties"] = mixed_ties(ranks)
     results["one without memory"] = one_without_memory(rank, ranks) if ranks == 2 else None
     return results
+
+
+def _again_with_recompute(case: Case, links: tuple[str, int]) -> list[Any]:
+    with case.pipeline(links=links[0], link_slots=links[1], recompute=True) as pipeline:
+        return _bits(run_layout(pipeline, case))
+
+
+def _bits(found: dict[str, Any]) -> list[Any]:
+    """Of what `run_layout` found."""
+    gradients = {name: gradient.tolist() for name, gradient in found["gradients"].items()}
+    return [found["losses"], found["grad_norm"], gradients, found["repeated"], found["timeline"]]
 
 
 HOSTS_CASE = Case("llama", 2, (100, 157), 2, 1, "seq_1f1b", dtype="fp32")

@@ -69,7 +69,13 @@ def test_recomputation_runs_every_forward_twice_and_keeps_inputs_alone():
     plain, again = predict(plan, model), predict(plan, model, Layout(recompute=True))
     forward = sum(model.stage(0, 6).forward(1, 128, start) for start in (0, 128, 256, 384))
     assert again.makespan_s - plain.makespan_s == pytest.approx(forward)
-    assert again.memory_bytes[0] < plain.memory_bytes[0]
+    stage = model.stage(0, 6)
+    kept = [
+        predicted.memory_bytes[0] - stage.fixed_bytes(1, 512) - stage.cache_bytes(1, 512)
+        for predicted in (plain, again)
+    ]
+    inputs, slice_bytes = stage.saved_bytes(1, 512, recompute=True), stage.saved_bytes(1, 128)
+    assert kept == [pytest.approx(4 * slice_bytes), pytest.approx(inputs + slice_bytes)]
 
 
 def test_tied_gradients_and_replicas_cost_time():

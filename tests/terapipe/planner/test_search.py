@@ -169,11 +169,7 @@ def test_another_model_and_what_the_engine_lacks_are_named(run):
     with pytest.raises(ValueError, match=r"another model: it has hidden 512 \(here 256\), head_dim 64 \(here 32\)"):
         refuse_other_model(run, dataclasses.replace(MODEL, hidden=256, head_dim=32))
     plain = dataclasses.replace(run, layout=Layout())
-    for layout, words in (
-        (Layout(tensor=2), "tensor = 2"),
-        (Layout(data=3), "data = 3"),
-        (Layout(recompute=True), "recomp"),
-    ):
+    for layout, words in ((Layout(tensor=2), "tensor = 2"), (Layout(data=3), "data = 3")):
         with pytest.raises(ValueError, match=words):
             refuse_what_the_engine_lacks(dataclasses.replace(plain, layout=layout))
     split = search(request(ranks=2, schedules=("seq_zero_bubble",), data=(1,)), provider())

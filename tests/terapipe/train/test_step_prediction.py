@@ -13,7 +13,7 @@ from terapipe.models.presets import PRESETS
 from terapipe.planner.analytic import analytic_costs
 from terapipe.planner.hardware import hardware
 from terapipe.planner.plan_file import load
-from terapipe.planner.prediction import predict
+from terapipe.planner.prediction import Layout, predict
 from terapipe.schedule import TraceEvent, make_plan
 from terapipe.train.config import ModelSettings, ParallelSettings, TrainConfig
 from terapipe.train.step_prediction import StepPrediction, from_actions, from_device, unpredicted_line
@@ -42,7 +42,11 @@ def test_a_run_follows_its_plan_and_tells_the_step_time(plan_path: Path, tmp_pat
         result = trainer.fit(print_line=lines.append, bar=False)
     assert result.predicted_step_s == planned.step_s and result.measured_step_s is not None
     assert lines[-1].startswith(f"step time: predicted {planned.step_s * 1e3:.4g} ms (by the plan), measured ")
+    again = tmp_path / "again.json"
+    again.write_text(dataclasses.replace(planned, layout=Layout(recompute=True)).to_json())
+    assert config(again, tmp_path).resolve().parallel.recompute
     resolved = config(plan_path, tmp_path).resolve()
+    assert not resolved.parallel.recompute
     assert resolved.resolve() == resolved and resolved.parallel.slice_tokens == planned.plan.slices
 
 

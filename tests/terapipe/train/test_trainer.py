@@ -100,11 +100,13 @@ def test_accumulation_in_slices_and_stages_does_not_change_the_losses(tmp_path: 
     variants = {
         "alone": ParallelSettings(ranks=1, micros=4),
         "sliced": ParallelSettings(ranks=4, micros=4, slice_tokens=(1, 9, 7)),
+        "again": ParallelSettings(ranks=4, micros=4, slice_tokens=(1, 9, 7), recompute=True),
         "seq": ParallelSettings(ranks=2, micros=2, micro_size=2, slices=3, schedule="seq_1f1b", warmup_per_hop=2),
     }
     runs = {name: with_changes(TINY, run_dir=tmp_path / name, parallel=parallel) for name, parallel in variants.items()}
     for config in runs.values():
         run(config)
+    assert losses(runs["again"]) == losses(runs["sliced"])
     for name in ("sliced", "seq"):
         np.testing.assert_allclose(losses(runs[name]), losses(runs["alone"]), rtol=2e-5, err_msg=name)
 
