@@ -54,6 +54,7 @@ PYBIND11_MODULE(tpk_emulator, m) {
         session().host_threads = host_threads, session().backwards = backwards, session().seed = seed;
       },
       py::arg("host_threads"), py::arg("backwards"), py::arg("seed") = 0);
+  m.def("set_patience", [](double seconds) { session().patience_s = seconds; }, py::arg("seconds"));
   m.def("hold", [] { session().hold(); });
   m.def("run_held", [] {
     const py::gil_scoped_release unlocked;

@@ -47,6 +47,7 @@ void Block::begin(const Launch& launch, uint32_t index, bool backwards, Tensors&
   for (uint32_t t = 0; t < launch.threads; ++t) {
     Thread& thread = threads_[t];
     thread.exited = false, thread.waits = nullptr, thread.pc = 0, thread.barrier = 0;
+    thread.spin = {};
     thread.copies.clear(), thread.copy_groups.clear(), thread.copies_done = 0;
     thread.known = identity.known, thread.observed = thread.fenced = nullptr;
     prepare_fiber(thread.fiber, stacks_->begin(t), stacks_->end(t), &Block::thread_main);

@@ -4,6 +4,7 @@
 // Trap: everything here is called from a fiber, between two instructions of device code.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <map>
@@ -22,6 +23,7 @@
 namespace tpk::emulator {
 
 inline constexpr uint32_t lanes = 32, max_threads = 1024, max_barriers = 16, max_shared_bytes = 227 << 10;
+inline constexpr uint64_t most_turns = 8192; // of a wait, after which it may be one for ever
 // Shared memory lies in the middle of a mapping without access, so that stray pointers near it are known for what they are.
 inline constexpr size_t shared_margin = 1 << 20, shared_window = 1 << 20;
 inline constexpr unsigned char poison = 0xff; // NaN in every format
@@ -49,6 +51,35 @@ struct AsyncCopy {
   uint32_t bytes = 0, read_bytes = 0;
 };
 
+// Words meant for others that a thread reads again and again, as one that waits does.
+class Spin {
+ public:
+  struct Word {
+    const uint32_t* at = nullptr;
+    uint32_t value = 0, times = 0;
+    Pc pc = 0;
+  };
+
+  void read(const uint32_t* at, uint32_t value, Pc pc) {
+    if (turns_ == 0) words_ = {};
+    Word* word = words_.data();
+    while (word->at != at && word->at != nullptr && word != &words_.back()) ++word; // the last place is for whatever has none
+    if (word->at != at || word->value != value) *word = {at, value, 0, pc}, turns_ = 0;
+    ++word->times, ++turns_;
+  }
+  void moved_on() { turns_ = 0; }
+
+  // Reads since anything was new.
+  uint64_t turns() const { return turns_; }
+  const Word& most_read() const {
+    return *std::max_element(words_.begin(), words_.end(), [](const Word& a, const Word& b) { return a.times < b.times; });
+  }
+
+ private:
+  std::array<Word, 4> words_{};
+  uint64_t turns_ = 0;
+};
+
 struct Thread {
   Fiber fiber;
   const char* waits = nullptr; // for what; null: runs
@@ -61,6 +92,7 @@ struct Thread {
   size_t copies_done = 0;
   // Of other blocks: what the thread knows, what it may know after a fence, and what its last fence lets others know.
   Known known, observed, fenced;
+  Spin spin;
 
   size_t copies_begun() const { return copies_done + copies.size(); }
 };
@@ -115,6 +147,12 @@ class Block {
   void begin(const Launch& launch, uint32_t index, bool backwards, Tensors& tensors, Report& report, const Identity& identity);
   bool go_on();
   void end();
+  // Every thread that could go on only reads words that do not change.
+  bool spins() const {
+    return !resting_.empty() &&
+           std::all_of(resting_.begin(), resting_.end(), [&](uint32_t t) { return threads_[t].spin.turns() > most_turns; });
+  }
+  void report_spin(const std::string& behind);
 
   // ---- the running thread ----
   uint32_t thread() const { return thread_; }

@@ -25,6 +25,7 @@ const char* verb(Access access) { return access == Access::read ? "reads " : acc
 
 void Block::access(uintptr_t address, uint32_t bytes, Access access, bool aligned, Pc pc) {
   if (address - stacks_begin_ < stacks_bytes_) return;
+  if (access != Access::read) self().spin.moved_on();
   const uintptr_t offset = address - shared_begin_;
   if (offset + shared_margin < shared_window + 2 * shared_margin) {
     require_shared(static_cast<uint32_t>(offset), bytes, aligned ? bytes : 1, pc);
@@ -210,6 +211,17 @@ void Block::report_clash(const OrderClash& clash, Access access, uintptr_t addre
   }
   report_->findings.push_back(
       {kind, launch_->kernel, index_, span(thread_, thread_), std::move(what), std::move(remedy), pc, other.pc, std::move(before)});
+}
+
+void Block::report_spin(const std::string& behind) {
+  const uint32_t thread = resting_.front();
+  const Spin::Word& word = threads_[thread].spin.most_read();
+  report_->findings.push_back({"standstill", launch_->kernel, index_, span(thread, thread),
+                               "waits for " + tensors_->describe(reinterpret_cast<uintptr_t>(word.at)) + ", which stays " +
+                                   std::to_string(word.value) + ": every block that runs waits" + behind,
+                               "launch what writes the word before, or on another stream: launches of one stream run one after another",
+                               word.pc});
+  stopped_ = true;
 }
 
 // Every thread's position, neighbours in the same one together.

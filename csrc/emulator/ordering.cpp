@@ -16,6 +16,7 @@ void Block::strong_access(const void* word, Access access, Scope scope, Pc pc) {
   const auto address = reinterpret_cast<uintptr_t>(word);
   if (address % 4 != 0)
     fail("misaligned", "orders by 4 bytes at " + tensors_->describe(address) + ", which is no multiple of 4", "align the word", pc);
+  if (access != Access::read) self().spin.moved_on();
   global_access(address, 4, access, pc, scope);
 }
 
@@ -95,7 +96,9 @@ uint32_t load_word(const uint32_t* word, bool system, Pc pc) {
   const Scope scope = system ? Scope::system : Scope::device;
   current_block->strong_access(word, Access::read, scope, pc);
   observe(word, scope);
-  return at(word).load(std::memory_order_acquire);
+  const uint32_t value = at(word).load(std::memory_order_acquire);
+  current_block->self().spin.read(word, value, pc);
+  return value;
 }
 uint32_t load_relaxed(const uint32_t* word, bool system) { return load_word(word, system, TPK_EMULATOR_PC); }
 

@@ -36,7 +36,8 @@ class Session {
   DeviceLimits device;    // that the launchers believe they have
   bool backwards = false; // threads and blocks run in the reverse order, which must not change results
 
-  uint32_t seed = 0; // of the turns that blocks of several streams take
+  uint32_t seed = 0;     // of the turns that blocks of several streams take
+  double patience_s = 5; // of this host thread's time, while all blocks wait; another host thread may still write what they wait for
 
   void run(const Launch& launch);
   // Launches wait until run_held(), which runs those of different streams at once.

@@ -1,5 +1,7 @@
 // emulator/streams.cpp: launches of several streams at once: their blocks take turns on one host thread, wherever one of them rests.
 // A stream's launches run one after another, up to three blocks of each together. Who comes next is drawn by the session's seed.
+#include <time.h>
+
 #include <algorithm>
 #include <array>
 
@@ -17,6 +19,28 @@ struct Work {
   std::array<Block*, most_resident> resident{};
   Known known{}; // by blocks that are over
 };
+
+double thread_seconds() {
+  timespec now{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
+bool spins(const Work& work) {
+  const bool full = work.next == work.stream->waiting.front().launch.grid || std::ranges::count(work.resident, nullptr) == 0;
+  return full && std::ranges::all_of(work.resident, [](const Block* block) { return block == nullptr || block->spins(); });
+}
+
+// What each launch at work waits for, and what would come after it.
+void report_standstill(const std::vector<Work>& works) {
+  for (const Work& work : works) {
+    std::string behind;
+    for (size_t later = 1; later < work.stream->waiting.size(); ++later)
+      behind += (later == 1 ? "; behind it in its stream, not begun: " : ", ") + work.stream->waiting[later].launch.kernel;
+    const auto block = std::ranges::find_if(work.resident, [](const Block* each) { return each != nullptr; });
+    (*block)->report_spin(behind);
+  }
+}
 
 } // namespace
 
@@ -53,7 +77,19 @@ void Session::run_streams() {
   for (const auto& block : blocks_) free.push_back(block.get());
   uint64_t state = seed * 2 + 1;
   const auto draw = [&](size_t below) { return (state = state * 6364136223846793005u + 1442695040888963407u, state >> 33) % below; };
-  while (!works.empty()) {
+  double all_wait_since = 0;
+  for (uint64_t turn = 1; !works.empty(); ++turn) {
+    if (turn % (most_turns / 2) == 0) {
+      if (!std::ranges::all_of(works, spins))
+        all_wait_since = 0;
+      else if (all_wait_since == 0)
+        all_wait_since = thread_seconds();
+      else if (thread_seconds() - all_wait_since > patience_s) {
+        report_standstill(works);
+        for (Stream& stream : streams_) stream.waiting.clear();
+        return;
+      }
+    }
     const size_t drawn = draw(works.size());
     Work& work = works[drawn];
     const Launch& launch = work.stream->waiting.front().launch;

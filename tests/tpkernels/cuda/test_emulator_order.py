@@ -6,6 +6,8 @@ Kernels are those of csrc/emulator/order_kernels.cpp.
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ USES, THREADS = 3, 64
 NEAR_WRAP = 2**32 - 2  # epochs wrap within the test
 
 
-def run(emulator, producer="hand_on", consumer="take_over", *, seed=0, uses=USES, devices=(0, 1)):
+def run(emulator, producer="hand_on", consumer="take_over", *, seed=0, uses=USES, devices=(0, 1), streams=(0, 1)):
     """The report, and what the consumer copied out."""
     emulator.clear()
     slot = torch.full((THREADS,), -1, dtype=torch.int32)
@@ -25,7 +27,7 @@ def run(emulator, producer="hand_on", consumer="take_over", *, seed=0, uses=USES
     emulator.register(writable=True, out=out)
     addresses = [slot.data_ptr(), words.data_ptr(), out.data_ptr(), 0]
     with emulator.at_once():
-        for stream, (name, device) in enumerate(zip((producer, consumer), devices, strict=True)):
+        for name, device, stream in zip((producer, consumer), devices, streams, strict=True):
             emulator.module.run_test_kernel(name, 1, THREADS, 0, addresses, [uses, NEAR_WRAP, 0, 0], device, stream)
     return emulator.report(), out
 
@@ -68,3 +70,33 @@ def test_within_one_device_its_own_scope_is_enough(emulator):
     for pair in ({"producer": "hand_on_near_post"}, {"consumer": "take_over_near_wait"}):
         report, _ = run(emulator, devices=(0, 0), **pair)
         assert report.kinds == [], report
+
+
+@pytest.mark.parametrize("first", ["hand_on", "take_over"])
+def test_two_kernels_of_one_stream_that_wait_for_each_other_are_reported(emulator, first):
+    """The sender waits for the credit of its second use, or the receiver for a slice; the other never begins."""
+    emulator.module.set_patience(0.05)
+    began = time.process_time()
+    try:
+        pair = ("hand_on", "take_over") if first == "hand_on" else ("take_over", "hand_on")
+        report, _ = run(emulator, *pair, devices=(0, 0), streams=(7, 7))
+    finally:
+        emulator.module.set_patience(5)
+    assert time.process_time() - began < 5
+    assert report.kinds == ["standstill"], report
+    word = "words[1, 0]" if first == "hand_on" else "words[0, 0]"
+    text = str(report)
+    assert f"{first}, block 0" in text and f"waits for {word}, which stays {NEAR_WRAP}" in text, text
+    assert f"behind it in its stream, not begun: {pair[1]}" in text and "order_kernels.cpp:" in text, text
+
+
+def test_two_streams_that_wait_for_each_other_are_reported_with_both_words(emulator):
+    """Two receivers, and nobody sends."""
+    emulator.module.set_patience(0.05)
+    try:
+        report, _ = run(emulator, producer="take_over", consumer="take_over_no_fence")
+    finally:
+        emulator.module.set_patience(5)
+    assert report.kinds == ["standstill"], report
+    assert [finding["kernel"] for finding in report.findings] == ["take_over", "take_over_no_fence"], report
+    assert all("waits for words[0, 0], which stays" in finding["text"] for finding in report.findings), report
