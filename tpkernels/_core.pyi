@@ -167,6 +167,8 @@ class Ring:
     began_at: float
     arrived_at: float
     posted_at: float
+    peer_beat: int
+    peer_gone: bool
     def slot_offset(self, slot: int) -> int: ...
     def expect(self, transfers: list[tuple[Any, int, tuple[int, ...], Any]]) -> None:
         """Key, slot, shape and tensor of each transfer, in order."""

@@ -101,6 +101,10 @@ class PyRing {
   /// Ends this end's waits, now and later; from any thread.
   void give_up() { given_up_.store(true, std::memory_order_relaxed); }
 
+  // Of the peer, without waiting, while a call may be inside; a closed end says that all is well.
+  uint32_t peer_beat() const { return ring_ ? ring_->peer_beat() : 0; }
+  bool peer_gone() const { return ring_ && ring_->peer_gone(); }
+
   // ---- the step
 
   void expect(const py::list& transfers) {
@@ -406,6 +410,8 @@ void bind_links(py::module_& m) {
       .def_property_readonly("posted_at", &PyRing::posted_at)
       .def("watch", &PyRing::watch)
       .def("give_up", &PyRing::give_up)
+      .def_property_readonly("peer_beat", &PyRing::peer_beat)
+      .def_property_readonly("peer_gone", &PyRing::peer_gone)
       .def("reserve", &PyRing::reserve)
       .def("put", &PyRing::put)
       .def("put_sum", &PyRing::put_sum)

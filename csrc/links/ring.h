@@ -185,6 +185,12 @@ template <class Order = Orders> class Ring {
   }
 
   Word& beat() { return mine().beat; }
+  uint32_t peer_beat() const { return peer().beat.load(std::memory_order_relaxed); }
+  /// Whether the peer's process has ended, without having closed the link.
+  bool peer_gone() const {
+    pollfd gone[2] = {{patience_.socket, POLLIN, 0}, {patience_.pidfd, POLLIN, 0}}; // poll passes over -1; nobody sends on the socket
+    return peer().closed.load(std::memory_order_seq_cst) == 0 && poll(gone, 2, 0) > 0;
+  }
 
  private:
   End& end(Role role) const { return reinterpret_cast<End*>(memory_ + at_.ends)[static_cast<int>(role)]; }
@@ -216,9 +222,8 @@ template <class Order = Orders> class Ring {
 
   Outcome trouble(Wait& wait) {
     if (peer().closed.load(std::memory_order_seq_cst) != 0) return Outcome::closed;
-    pollfd gone[2] = {{patience_.socket, POLLIN, 0}, {patience_.pidfd, POLLIN, 0}}; // poll passes over -1; nobody sends on the socket
-    if (poll(gone, 2, 0) > 0) return Outcome::gone;
-    const uint32_t beat = peer().beat.load(std::memory_order_relaxed);
+    if (peer_gone()) return Outcome::gone;
+    const uint32_t beat = peer_beat();
     if (beat != seen_beat_) seen_beat_ = beat, wait.silent = {};
     if (wait.silent >= patience_.silence) return Outcome::silent;
     return wait.waited >= patience_.timeout ? Outcome::late : Outcome::waiting;

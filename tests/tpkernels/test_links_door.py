@@ -393,8 +393,9 @@ def test_a_closed_peer_link_ends_its_kernels_waits(usable_triton: None) -> None:
         sender: lambda: sender.put(KEYS[1], x),  # the one slot is held
         receiver: lambda: receiver.take_norm(KEYS[1], x[0, 0], eps=1e-5, rms=True),  # and nothing comes
     }
+    for link in calls:
+        link._watch._closing.set()  # that the peer has closed is not what ends a wait here
     for link, call in calls.items():  # one after the other: the interpreter has room for one thread
-        link._watch._closing.set()  # that the peer has closed is not what ends this wait
         waiting = _Call(call)
         time.sleep(0.5)
         link.close()

@@ -95,6 +95,10 @@ class Link(Protocol):
         """Both, before the first step: what the link can do; None at the receiver and where there is nothing to
         measure."""
 
+    def lost(self, tick_s: float) -> LinkError | None:
+        """Both: why nothing will come from the peer any more, as far as this end sees without waiting; asked from a
+        thread of its own, every `tick_s`."""
+
     def give_up(self) -> None:
         """Both: end waits of this end soon, from any thread, where the medium can; the link is then of no more use."""
 
@@ -149,6 +153,10 @@ class Order:
 def closed_error(spec: LinkSpec, key: Key | None = None) -> LinkError:
     what = "nothing can" if key is None else f"{name(key)} cannot"
     return LinkError(f"{spec}: this end was closed, {what} go over it.")
+
+
+def lost_error(spec: LinkSpec, peer: int, state: str) -> LinkError:
+    return LinkError(f"{spec}: rank {peer} {state}.", lost_peer=peer)
 
 
 def check_put(spec: LinkSpec, shapes: Mapping[Key, tuple[int, ...]], key: Key, x: Tensor) -> None:

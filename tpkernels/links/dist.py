@@ -112,6 +112,9 @@ class DistLink:
         transfer = max(statistics.median(seconds[whole.numel()][1:]) - latency, 1e-9)
         return Speed(latency * 1e6, self.spec.slot_bytes / transfer / 1e9)
 
+    def lost(self, tick_s: float) -> LinkError | None:
+        return None  # gloo tells the one that waits
+
     def give_up(self) -> None:
         self._given_up = True
         self._break()
@@ -120,17 +123,8 @@ class DistLink:
         self._door.close()
 
     def _break(self) -> None:
-        """End this end's waits, and the peer's: gloo lets nobody leave a wait, but closes a group's connections when
-        one of its waits runs out of time.  NCCL's waits do not hold the host up."""
-        group = self._group
-        if group is None or self.spec.device.type != "cpu":
-            return
-        try:
-            work = dist.irecv(torch.empty(1), self._peer, group=group, tag=_NEVER_SENT)
-            if work is not None:
-                work.wait(timedelta(milliseconds=1))
-        except RuntimeError:  # as intended, or the connection was gone before
-            pass
+        if self._group is not None and self.spec.device.type == "cpu":  # NCCL's waits do not hold the host up
+            break_group(self._group, self._peer)
 
     def _free(self) -> None:
         # gloo closes a connection when the last reference to its group is gone; the peer's wait then raises at once.
@@ -166,10 +160,21 @@ class DistLink:
         what = "at the end of the step" if key is None else f"with {name(key)} on its way"
         if self._given_up:
             return LinkError(f"{self.spec}: rank {self._peer} had not come when another rank failed, {what}", late=True)
-        return LinkError(f"{self.spec}: rank {self._peer} is gone, {what}: {_reason(error)}", lost_peer=self._peer)
+        return LinkError(f"{self.spec}: rank {self._peer} is gone, {what}: {reason(error)}", lost_peer=self._peer)
 
 
-def _reason(error: BaseException) -> str:
+def break_group(group: dist.ProcessGroup, peer: int) -> None:
+    """End all waits in a group of gloo's, of this process and of its other ranks; `peer` is one of them.  gloo lets
+    nobody leave a wait, but closes a group's connections when one of its waits runs out of time."""
+    try:
+        work = dist.irecv(torch.empty(1), peer, group=group, tag=_NEVER_SENT)
+        if work is not None:
+            work.wait(timedelta(milliseconds=1))
+    except RuntimeError:  # as intended, or the connection was gone before
+        pass
+
+
+def reason(error: BaseException) -> str:
     """The first sentence of a backend's message, without its source path."""
     line = str(error).strip().split("\n", 1)[0]
     return re.sub(r"^\[[^\]]*\]\s*|\. This is typically.*$", "", line)

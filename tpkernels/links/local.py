@@ -67,6 +67,9 @@ class LocalLink:
     def measure(self) -> Speed | None:
         return None
 
+    def lost(self, tick_s: float) -> LinkError | None:
+        return None
+
     def give_up(self) -> None:
         pass  # never waits
 

@@ -31,15 +31,27 @@ from tpkernels import cuda_peer, hand_off
 from tpkernels.cuda import CudaBackend
 from tpkernels.fused_reference import NormValues
 from tpkernels.hand_off import Language, Slot
-from tpkernels.links.base import Key, LinkError, LinkSpec, Order, Speed, Transfers, check_put, closed_error, name
+from tpkernels.links.base import (
+    Key,
+    LinkError,
+    LinkSpec,
+    Order,
+    Speed,
+    Transfers,
+    check_put,
+    closed_error,
+    lost_error,
+    name,
+)
 from tpkernels.links.door import Door, inside
-from tpkernels.links.shm import MEET_S, SILENCE_S, TIMEOUT_S, meet
+from tpkernels.links.shm import MEET_S, SILENCE_S, STATES, TIMEOUT_S, meet
 
 if sys.platform == "linux":
     from tpkernels.links import peer_memory
     from tpkernels.links.peer_memory import PeerMemory
 
 BEAT_S = 0.02
+CLOSED = STATES["closed"]
 
 
 def peer_missing(device: torch.device | None = None, language: str = "triton") -> str:
@@ -299,6 +311,10 @@ class PeerLink:
         latency = statistics.median(seconds[1][2:]) / 2
         return Speed(latency * 1e6, self.spec.slot_bytes / min(seconds[rounds[-1]][1:]) / 1e9)
 
+    def lost(self, tick_s: float) -> LinkError | None:
+        state = self._watch.trouble
+        return None if state in ("", CLOSED) else lost_error(self.spec, self._peer, state)
+
     def give_up(self) -> None:
         self._words[0] = 1
 
@@ -436,11 +452,11 @@ class _Watch(threading.Thread):
             silent_s = 0.0 if theirs != heard else silent_s + BEAT_S
             heard = theirs
             if closed:
-                self.trouble = "has closed the link"
+                self.trouble = CLOSED
             elif poll.poll(0):
-                self.trouble = "is gone"
+                self.trouble = STATES["gone"]
             elif silent_s >= self._silence_s:
-                self.trouble = "stands still (stopped or frozen)"
+                self.trouble = STATES["silent"]
             if self.trouble:
                 self._words[0] = 1
                 return

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tpkernels import fused
 from tpkernels.fused_reference import NormValues
-from tpkernels.links.base import Key, LinkError, LinkSpec, Order, Speed, Transfers, check_put, name
+from tpkernels.links.base import Key, LinkError, LinkSpec, Order, Speed, Transfers, check_put, lost_error, name
 from tpkernels.links.door import CLOSE_S, STAYED, log
 
 if sys.platform == "linux":
@@ -37,6 +37,13 @@ except ImportError:  # not built: shm_missing says so
 TILE_ROWS, MOST_TILES = 64, 32  # rows of a tile, more where a slot would have too many: each costs a store to post
 SPIN_S = 2e-3  # longer than the gap between two slices that are nearly alike
 SILENCE_S, TIMEOUT_S, MEET_S = 10.0, 1800.0, 30.0
+STATES = {
+    "closed": "has closed the link",
+    "gone": "is gone",
+    "silent": "stands still (stopped or frozen)",
+    "late": "is alive but did not come",
+    "ended": "had not come when another rank failed",
+}
 FIRST_EXCHANGE = -1  # the stage of transfers that only measure
 
 
@@ -84,6 +91,7 @@ class ShmLink:
         was made for another spec or another meeting."""
         self.spec, self._segment, self._poison = spec, met, poison
         self._sender, self._peer = sender, spec.destination if sender else spec.source
+        self._silence_s, self._silent_s, self._heard = silence_s, 0.0, 0
         self._order = Order(spec)
         self._views: dict[tuple[int, tuple[int, ...]], Tensor] = {}
         self._ring = _core.Ring(
@@ -218,6 +226,14 @@ class ShmLink:
         latency = statistics.median(seconds[1,]) / 2
         return Speed(latency * 1e6, self.spec.slot_bytes / min(seconds[self.spec.slot_shape][1:]) / 1e9)
 
+    def lost(self, tick_s: float) -> LinkError | None:
+        beat = self._ring.peer_beat
+        self._silent_s = 0.0 if beat != self._heard else self._silent_s + tick_s
+        self._heard = beat
+        if self._ring.peer_gone:
+            return lost_error(self.spec, self._peer, STATES["gone"])
+        return lost_error(self.spec, self._peer, STATES["silent"]) if self._silent_s >= self._silence_s else None
+
     def give_up(self) -> None:
         self._ring.give_up()
 
@@ -249,18 +265,11 @@ def _refusal(order: Order, spec: LinkSpec, key: Key | None, x: Tensor | None, do
 
 
 def _lost(spec: LinkSpec, peer: int, key: Key, trouble: Any) -> LinkError:
-    state = {
-        "closed": "has closed the link",
-        "gone": "is gone",
-        "silent": "stands still (stopped or frozen)",
-        "late": "is alive but did not come",
-        "ended": "had not come when another rank failed",
-    }[trouble.outcome]
     what = "the first exchange" if key[0] == FIRST_EXCHANGE else f"stage {key[0]}, {name(key)}"
     late = trouble.outcome in ("late", "ended")
     return LinkError(
-        f"{spec}: rank {peer} {state}: waited {trouble.seconds:.1f} s for {what} (slot {trouble.slot}, "
-        f"tile {trouble.tile}, wanted epoch {trouble.wanted}, saw {trouble.seen}).",
+        f"{spec}: rank {peer} {STATES[trouble.outcome]}: waited {trouble.seconds:.1f} s for {what} "
+        f"(slot {trouble.slot}, tile {trouble.tile}, wanted epoch {trouble.wanted}, saw {trouble.seen}).",
         lost_peer=None if late else peer,
         late=late,
     )

@@ -104,14 +104,13 @@ class FailureBoard:
             ValueError,
         ) as error:  # the store may be gone with the rank that held it; then there is nobody left to tell
             logger.debug("rank %d could not record its failure: %s", self.rank, error)
-        return self.origin(wait=False) or failure
+        return self.origin(wait=0) or failure
 
-    def origin(self, *, wait: bool) -> Failure | None:
-        """The first recorded failure; with `wait`, give it a moment to appear, unless it is this rank's to record."""
+    def origin(self, *, wait: float) -> Failure | None:
+        """The first recorded failure; it is given `wait` seconds to appear, unless it is this rank's to record."""
         if self._store is None:
             return None
-        wait = wait and self.blamed() != self.rank
-        deadline = time.monotonic() + (self.SETTLE_SECONDS if wait else 0.0)
+        deadline = time.monotonic() + (wait if wait and self.blamed() != self.rank else 0.0)
         while True:
             try:
                 if self._store.check(["failure"]):
@@ -145,7 +144,7 @@ class FailureBoard:
 
     def troubled(self) -> bool:
         """Whether any rank has failed."""
-        return self.blamed() is not None or self.origin(wait=False) is not None
+        return self.blamed() is not None or self.origin(wait=0) is not None
 
     def publish(self, position: str) -> None:
         """Let the other ranks know where this one stands."""
@@ -165,19 +164,21 @@ class FailureBoard:
 
 class Watchdog:
     """A daemon thread: publishes this rank's position once a second and, when it has not moved for `stall_seconds`,
-    logs every rank's. When another rank has failed or blames this one, it calls `give_up`, once: two ranks that wait
-    for each other would not hear of a third."""
+    logs every rank's. When another rank has failed or blames this one, or a neighbour is `lost`, it calls `give_up`,
+    once: two ranks that wait for each other would not hear of a third, and a sum over ranks of none."""
 
     def __init__(
         self,
         board: FailureBoard,
         *,
         give_up: Callable[[], None] = lambda: None,
+        lost: Callable[[float], object] = lambda tick_seconds: None,
         stall_seconds: float = STALL_SECONDS,
         tick_seconds: float = 1.0,
     ) -> None:
         self._board, self._stall_seconds, self._tick_seconds = board, stall_seconds, tick_seconds
         self._give_up: Callable[[], None] | None = give_up
+        self._lost, self._ticks_lost = lost, 0
         self._position, self._since, self._reported = IDLE, time.monotonic(), False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="terapipe-watchdog", daemon=True)
@@ -199,7 +200,10 @@ class Watchdog:
                 if position != published:
                     self._board.publish(position)
                     published = position
-                if self._give_up is not None and self._board.troubled():
+                # Who waits for the lost rank itself says more; it had a tick's time.
+                self._ticks_lost += self._lost(self._tick_seconds) is not None
+                lost = self._ticks_lost > 1 and position != IDLE
+                if self._give_up is not None and (lost or self._board.troubled()):
                     self._give_up()
                     self._give_up = None
                 if position != IDLE and time.monotonic() - since > self._stall_seconds and not self._reported:

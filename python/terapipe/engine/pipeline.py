@@ -157,7 +157,11 @@ class Pipeline:
         )
         self._board = FailureBoard(self.rank, 1 if self._local else plan.ranks)
         self._watchdog = (
-            None if self._local else Watchdog(self._board, give_up=self._wiring.give_up, stall_seconds=stall_seconds)
+            None
+            if self._local
+            else Watchdog(
+                self._board, give_up=self._wiring.give_up, lost=self._wiring.lost, stall_seconds=stall_seconds
+            )
         )
         at = self._watchdog.at if self._watchdog is not None else lambda position: None
         self._programs = [
@@ -410,20 +414,24 @@ class Pipeline:
     def _fail(self, action: str, cause: BaseException, *, rank: int) -> None:
         """Record the failure, close the links so that neighbours notice, drop the state, and raise with the origin."""
         failure = Failure(rank, action, words(cause))
-        lost = cause.lost_peer if isinstance(cause, LinkError) else None
-        if isinstance(cause, LinkError) and cause.late:
+        lost, seen = cause.lost_peer if isinstance(cause, LinkError) else None, cause
+        if lost is None and isinstance(cause, LinkError) and (found := self._wiring.lost(0.0)) is not None:
+            lost, seen = found.lost_peer, found  # the watchdog ended this wait
+        if isinstance(cause, LinkError) and cause.late and lost is None:
             order = {str(each): place for place, each in enumerate(clock_order(self.plan.schedule))}
             self._board.blame_earliest(order, action)
         blamed = self._board.blamed()
         if blamed not in (None, rank):  # its wait ends when the links do
             self._wiring.close()
         # A closed connection is somebody else's failure, whose record may need a moment to become readable.
-        origin = self._board.origin(wait=lost is not None or blamed is not None or "onnection" in str(cause))
+        known, broken = lost is not None or blamed is not None, "onnection" in str(cause)
+        settle = self._board.SETTLE_SECONDS  # longer for those who saw less
+        origin = self._board.origin(wait=settle if known else 2 * settle if broken else 0.0)
         if origin is None:
             if lost is not None and blamed != rank:
                 logger.debug("rank %d noticed by: %s", rank, cause)
                 failure = lost_rank(
-                    lost, self._board.position(lost), noticed=f"Rank {rank} noticed in {action}", cause=cause
+                    lost, self._board.position(lost), noticed=f"Rank {rank} noticed in {action}", cause=seen
                 )
             origin = self._board.record(failure)
         error = PipelineError(origin, here=rank)

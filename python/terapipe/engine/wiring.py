@@ -10,11 +10,13 @@ of some rank's actions, is how pipelines hang.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,9 +29,12 @@ from torch import Tensor
 from terapipe.schedule import Link as PlannedLink
 from terapipe.schedule import Schedule, SlotAssignment
 from tpkernels.links import Link, LinkError, LinkSpec, LocalLink, Transfers, open_link, peer_missing, shm_missing
+from tpkernels.links.dist import break_group, reason
 from tpkernels.links.shm import SPIN_S
 
 logger = logging.getLogger("terapipe")
+
+_SEEN_S = 0.3  # a process's connections close before its end can be seen
 
 Expected = Mapping[PlannedLink, Transfers]
 """Per link the keys and shapes of a step's transfers, in the sender's order."""
@@ -57,8 +62,12 @@ class Wiring(Protocol):
     def share(self, name: str, value: Tensor | None, *, like: Tensor | None) -> Tensor | None:
         """The value of the tied parameter `name` on every rank that holds one of its copies; None on any other."""
 
+    def lost(self, tick_s: float) -> LinkError | None:
+        """That a neighbour is gone or stands still, once that is known; asked from a thread of its own, every
+        `tick_s`."""
+
     def give_up(self) -> None:
-        """End waits for links soon; from any thread."""
+        """End waits for links and for sums soon; from any thread."""
 
     def close(self) -> None:
         """Let go of every connection; peers that wait get an error."""
@@ -253,6 +262,9 @@ class _LocalWiring:
     def share(self, name: str, value: Tensor | None, *, like: Tensor | None) -> Tensor | None:
         return value
 
+    def lost(self, tick_s: float) -> LinkError | None:
+        return None
+
     def give_up(self) -> None:
         for link in self.links.values():
             link.give_up()
@@ -273,6 +285,7 @@ class _ProcessWiring:
         self.links, self.one_clock = links, one_clock
         self._everyone: dist.ProcessGroup | None = everyone
         self._tied = dict(tied)
+        self._lost: LinkError | None = None
 
     def expect(self, transfers: Expected) -> None:
         for planned, link in self.links.items():
@@ -284,12 +297,14 @@ class _ProcessWiring:
 
     def sum_over_ranks(self, values: list[float]) -> list[float]:
         table = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(table, group=self._everyone)
+        with self._together():
+            dist.all_reduce(table, group=self._everyone)
         return table.tolist()
 
     def gather(self, own: list[Any]) -> list[list[Any]]:
         assert self._everyone is not None
-        return _exchange(own, self._everyone)
+        with self._together():
+            return _exchange(own, self._everyone)
 
     def share(self, name: str, value: Tensor | None, *, like: Tensor | None) -> Tensor | None:
         source, group = self._tied[name]
@@ -300,20 +315,48 @@ class _ProcessWiring:
         else:
             assert like is not None
             buffer = torch.empty_like(like)
-        dist.broadcast(buffer, source, group=group)
+        with self._together():
+            dist.broadcast(buffer, source, group=group)
         return buffer
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """What all ranks do at once; LinkError says who did not, if a link can tell."""
+        try:
+            yield
+        except RuntimeError as error:
+            lost = self.lost(0.0)
+            deadline = time.monotonic() + _SEEN_S
+            while lost is None and time.monotonic() < deadline:
+                time.sleep(0.02)
+                lost = self.lost(0.0)
+            if lost is not None:
+                raise LinkError(str(lost), lost_peer=lost.lost_peer) from error
+            why = reason(error)
+            raise LinkError(f"the ranks did not come together: {why}", late="imed out" in why) from error
+
+    def lost(self, tick_s: float) -> LinkError | None:
+        for link in self.links.values():
+            self._lost = self._lost or link.lost(tick_s)
+        return self._lost
 
     def give_up(self) -> None:
         for link in self.links.values():
             link.give_up()
+        for group in self._groups():
+            if dist.get_backend(group) == "gloo":
+                here = dist.get_rank()
+                break_group(group, next(rank for rank in dist.get_process_group_ranks(group) if rank != here))
+
+    def _groups(self) -> set[dist.ProcessGroup]:
+        groups = {group for _, group in self._tied.values() if group is not None}
+        return groups if self._everyone is None else groups | {self._everyone}
 
     def close(self) -> None:
         for link in self.links.values():
             link.close()
-        groups = {group for _, group in self._tied.values() if group is not None}
+        groups = self._groups()
         self._tied.clear()
-        if self._everyone is not None:
-            groups.add(self._everyone)
-            self._everyone = None
+        self._everyone = None
         for group in groups:
             dist.destroy_process_group(group)

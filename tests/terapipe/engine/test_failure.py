@@ -154,7 +154,7 @@ def test_a_board_without_a_store_remembers_nothing() -> None:
     board = FailureBoard(0, 1)
     failure = Failure(0, "0F0.0", "ValueError: x")
     assert board.record(failure) is failure
-    assert board.origin(wait=False) is None
+    assert board.origin(wait=0) is None
     board.publish("0F0.0")
     assert board.position(0) == "nowhere yet"
     assert board.blame_earliest({"0F0.0": 0}, "0F0.0") == 0 and board.blamed() is None
