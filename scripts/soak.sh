@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# The long versions of the tests of links, about an hour on two cores:  bash scripts/soak.sh [all|rings|sanitized|faults] [TIMES]
+# The long versions of the tests of links, about an hour on two cores:  bash scripts/soak.sh [all|rings|sanitized|faults|engine] [TIMES]
 # rings: a million slices over 1 to 8 slots between two threads and between two processes, with naps and wrapping epochs; sanitized: a
-# tenth of that under ThreadSanitizer; faults: TIMES (100) faults of each kind at each action of each side of a link.
+# tenth of that under ThreadSanitizer; faults: TIMES (100) faults of each kind at each action of each side of a link; engine: at every
+# moment of a pipeline's step on either rank an exception, kill -9 and SIGSTOP twice, and every lost post or release TIMES / 8 times.
 # Every case is printed as it ends; the parts may be run one by one.
 set -euo pipefail
 part=${1:-all}
 times=${2:-100}
 case "$part" in
-all | rings | sanitized | faults) ;;
+all | rings | sanitized | faults | engine) ;;
 *)
-  echo "soak: no part \"$part\"; the parts are all, rings, sanitized and faults" >&2
+  echo "soak: no part \"$part\"; the parts are all, rings, sanitized, faults and engine" >&2
   exit 2
   ;;
 esac
@@ -39,14 +40,26 @@ faults() {
   local before
   before=$(find /dev/shm -maxdepth 1 | wc -l)
   echo "== faults, $times of each"
-  .venv/bin/python tests/tpkernels/links/faults.py "$times" >"$folder/faults"
-  cut -d'|' -f1,2 "$folder/faults" | sort | uniq -c
-  awk -F' \\| ' '$5 > worst { worst = $5 } $6 !~ /stage 1, micro 0, slice .*tile .*wanted epoch .*saw/ { bad += 1; print }
-    END { printf "slowest survivor: %s s; without an error that says all: %d\n", worst, bad; exit bad > 0 }' "$folder/faults"
+  .venv/bin/python tests/tpkernels/links/faults.py "$times" | (
+    trap '' INT # what ended is summed up also when the run is cut short
+    cat >"$folder/faults"
+    cut -d'|' -f1,2 "$folder/faults" | sort | uniq -c
+    awk -F' \\| ' '$5 > worst { worst = $5 } $6 !~ /stage 1, micro 0, slice .*tile .*wanted epoch .*saw/ { bad += 1; print }
+      END { printf "slowest survivor: %s s; without an error that says all: %d\n", worst, bad; exit bad > 0 }' "$folder/faults"
+  )
   [ "$(find /dev/shm -maxdepth 1 | wc -l)" = "$before" ] && echo "nothing left behind"
+}
+
+engine() {
+  local faults=tests/terapipe/engine/faults.py
+  echo "== faults of the engine"
+  OMP_NUM_THREADS=1 .venv/bin/python "$faults" --raise 1 --times 2 | .venv/bin/python "$faults" --read
+  OMP_NUM_THREADS=1 .venv/bin/python "$faults" --kill 1 --stop 1 --times 2 --together 6 | .venv/bin/python "$faults" --read
+  OMP_NUM_THREADS=1 .venv/bin/python "$faults" --drop 1 --times $((times / 8 + 1)) --together 6 | .venv/bin/python "$faults" --read
 }
 
 [[ $part == all || $part == rings ]] && rings 1000000 -O2
 [[ $part == all || $part == sanitized ]] && rings 100000 -O1 -fsanitize=thread
 [[ $part == all || $part == faults ]] && faults
+[[ $part == all || $part == engine ]] && engine
 exit 0
