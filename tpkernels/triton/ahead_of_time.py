@@ -213,6 +213,9 @@ def table_subjects(capability: int) -> Iterator[Subject]:
     for chosen in features:
         for kind in ("forward", "backward", "deterministic"):
             yield Subject(kind, "fp16", 64, group=3, capability=capability, features=chosen)
+    for head_dim in (128, 256):
+        for kind in ("forward", "backward", "deterministic"):
+            yield Subject(kind, "bf16", head_dim, capability=capability, features=("window", "softcap"))
     for head_dim, value_head_dim in ((72, None), (192, 128)):
         for kind in ("forward", "backward", "deterministic"):
             yield Subject(kind, "bf16", head_dim, value_head_dim, capability=capability)
@@ -253,9 +256,10 @@ def broken_rules(row: Compiled, tile: Tile | None) -> list[str]:
 
 def tile_of(item: Launch, subject: Subject) -> Tile | None:
     """The table's row behind a launch; None for the kernels that only move rows."""
+    softcap = "softcap" in subject.features
     kinds: dict[str, tiles.Kind] = {
-        "attention_forward": "softcap forward" if "softcap" in subject.features else "forward",
-        "attention_backward_keys": "keys",
+        "attention_forward": "softcap forward" if softcap else "forward",
+        "attention_backward_keys": "softcap keys" if softcap else "keys",
         "attention_backward_queries": "few queries" if subject.kind == "few" else "queries",
     }
     kind = kinds.get(item.kernel.__name__)

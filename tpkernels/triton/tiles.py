@@ -3,8 +3,8 @@
 A row serves one (architecture, head_dim up to, dtype size, kind). Kinds: `forward` (owns query rows, walks keys),
 `keys` (backward, owns keys, walks query rows: dk, dv and the fast dq), `queries` (backward, owns query rows, walks
 keys: the deterministic dq), `few queries` (the same where `queries` would leave multiprocessors idle: fewer rows but
-the same keys, hence the same bits), `softcap forward` (the forward with a softcap, whose tanh takes registers; where
-there is no such row, `forward`). Rows and keys count rows of the score matrix; a query row is (token, head).
+the same keys, hence the same bits), `softcap forward` and `softcap keys` (with a softcap, whose tanh takes registers;
+where there is no such row, the plain one). Rows and keys count rows of the score matrix; a query row is (token, head).
 
 The one trap: with deterministic=True `rows` of kind keys and `keys` of the other kinds decide where sums are cut, so
 changing a number changes results in the last bits. `python -m tpkernels.triton.tune` prints a row for this table.
@@ -19,9 +19,14 @@ from typing import Literal, NamedTuple
 
 import torch
 
-Kind = Literal["forward", "softcap forward", "keys", "queries", "few queries"]
-KINDS: tuple[Kind, ...] = ("forward", "softcap forward", "keys", "queries", "few queries")
-_INSTEAD: dict[Kind, Kind] = {"softcap forward": "forward", "few queries": "queries"}  # where a kind has no row
+Kind = Literal["forward", "softcap forward", "keys", "softcap keys", "queries", "few queries"]
+KINDS: tuple[Kind, ...] = ("forward", "softcap forward", "keys", "softcap keys", "queries", "few queries")
+_INSTEAD: dict[Kind, Kind] = {  # where a kind has no row
+    "softcap forward": "forward",
+    "softcap keys": "keys",
+    "few queries": "queries",
+}
+_ENDS = (64, 128, 256)  # the head_dims that rows end at
 MAX_HEAD_DIM = 256
 
 
@@ -90,6 +95,7 @@ _TABLE: tuple[tuple[tuple[str, ...], int, int, Kind, Tile], ...] = (
     (("sm90",), 64, 2, "softcap forward", Tile(64, 64, 4, 3, "one warpgroup, 56 KiB, 161 registers", 0, 168, 3)),
     (("sm90",), 128, 2, "forward", Tile(128, 128, 8, 3, "two warpgroups of 64 rows, 224 KiB, 243 registers")),
     (("sm90",), 256, 2, "forward", Tile(128, 64, 8, 2, "two warpgroups of 64 rows, 192 KiB")),
+    (("sm90",), 256, 2, "softcap forward", Tile(128, 32, 8, 2, "64 keys spill 56 bytes with a window, 64 rows 304")),
     (("sm100",), 64, 2, "forward", Tile(128, 128, 8, 3, "as sm90")),
     (("sm100",), 128, 2, "forward", Tile(128, 64, 8, 3, "128 keys spill 184 bytes")),
     (("sm100",), 256, 2, "forward", Tile(64, 64, 8, 2, "128 rows spill 144 bytes")),
@@ -100,8 +106,11 @@ _TABLE: tuple[tuple[tuple[str, ...], int, int, Kind, Tile], ...] = (
     # Left alone, the deterministic one with head_dim 192 and values of 128 stops at 128 registers and spills 8 bytes.
     (_SMALL_SHARED, 256, 2, "keys", Tile(32, 32, 8, 1, "80 KiB", 0, 224)),
     (("sm90",), 64, 2, "keys", Tile(64, 128, 8, 2, "flash-attn 3's shape, each warpgroup owns 64 keys")),
+    # With documents, whose bounds are searched for and held, the fast one spills 128 bytes: 15 loads in the 638
+    # instructions of a full tile, for which 32 rows would take 802.
     (("sm90",), 128, 2, "keys", Tile(64, 128, 8, 2, "flash-attn 3's tile, each warpgroup owns 64 keys")),
-    (("sm90",), 256, 2, "keys", Tile(32, 64, 8, 2, "64 keys, or there is no wgmma; dk and dv fill the registers", 208)),
+    (("sm90",), 128, 2, "softcap keys", Tile(32, 128, 8, 2, "250 registers; 64 rows spill 208 bytes")),
+    (("sm90",), 256, 2, "keys", Tile(32, 64, 8, 2, "64 keys, or there is no wgmma; dk and dv fill the registers", 240)),
     # Left alone, the one with documents stops at 80 registers and spills 24 bytes.
     (("sm100",), 64, 2, "keys", Tile(32, 64, 8, 2, "64 rows spill 24 bytes, 128 keys with a window 184", 0, 128)),
     # Left alone, the deterministic ones of head_dim 128 stop at 128 registers on Triton 3.6 and spill 16 to 48 bytes.
@@ -113,7 +122,7 @@ _TABLE: tuple[tuple[tuple[str, ...], int, int, Kind, Tile], ...] = (
     (("sm80",), 256, 2, "queries", Tile(64, 32, 8, 2, "100 KiB")),
     (_SMALL_SHARED, 64, 2, "queries", Tile(64, 64, 8, 2, "as forward")),
     (_SMALL_SHARED, 128, 2, "queries", Tile(64, 32, 8, 2, "52 KiB, 168 registers")),
-    (_SMALL_SHARED, 256, 2, "queries", Tile(32, 32, 8, 1, "64 KiB")),
+    (_SMALL_SHARED, 256, 2, "queries", Tile(32, 32, 8, 1, "64 KiB; sm_120 stops at 128 left alone", 0, 224)),
     (("sm90",), 64, 2, "queries", Tile(128, 64, 8, 3, "two warpgroups of 64 rows, 80 KiB")),
     (("sm90",), 128, 2, "queries", Tile(128, 64, 8, 2, "two warpgroups of 64 rows, 128 KiB, 222 registers")),
     (("sm90",), 256, 2, "queries", Tile(128, 32, 8, 2, "two warpgroups of 64 rows, 192 KiB")),
@@ -123,17 +132,13 @@ _TABLE: tuple[tuple[tuple[str, ...], int, int, Kind, Tile], ...] = (
     (("sm90",), 64, 2, "few queries", Tile(64, 64, 4, 3, "one warpgroup, half of the rows of queries", 0, 0, 2)),
     (("sm90",), 128, 2, "few queries", Tile(64, 64, 4, 2, "one warpgroup, 96 KiB, 236 registers", 0, 0, 2)),
     # fp32: products in ieee on the fp32 units. With one stage the compiler holds operands in registers, with two they
-    # stay in shared memory: a third of the registers for as many instructions (not so the forward, nor keys at 64).
+    # stay in shared memory: a third of the registers for as many instructions (not so the forward).
     (_EVERY, 64, 4, "forward", Tile(64, 32, 8, 1, "118 registers; larger tiles spill")),
     (_EVERY, 128, 4, "forward", Tile(32, 32, 8, 1, "203 registers; larger tiles or two stages spill")),
     # Left alone, sm_120 stops at 80 registers on 3.7 and spills 16 bytes, sm_100 at 128 on 3.9 and spills 8.
     (("sm100", "sm120"), 256, 4, "forward", Tile(16, 32, 8, 1, "143 registers", 0, 160)),
     (_EVERY, 256, 4, "forward", Tile(16, 32, 8, 1, "80 registers")),
-    # Left alone, 3.8 and 3.9 stop at 128 registers, on sm_80 at 80, and spill 8 to 24 bytes; sm_89 and sm_90 do not,
-    # but spill hundreds under a limit of 128.
-    (("sm80",), 64, 4, "keys", Tile(32, 32, 8, 1, "larger tiles spill hundreds of bytes", 0, 128)),
-    (("sm89", "sm90"), 64, 4, "keys", Tile(32, 32, 8, 1, "as sm80")),
-    (("sm100", "sm120"), 64, 4, "keys", Tile(32, 32, 8, 1, "as sm80", 0, 192)),
+    (_EVERY, 64, 4, "keys", Tile(16, 32, 8, 2, "128 registers; 32 rows, one stage: up to 254, and spills", 0, 128)),
     (("sm80",), 128, 4, "keys", Tile(16, 32, 8, 2, "left alone it stops at 80 registers and spills 8 bytes", 0, 128)),
     (_EVERY, 128, 4, "keys", Tile(16, 32, 8, 2, "127 registers, an eighth fewer instructions than with 16 keys")),
     (_EVERY, 256, 4, "keys", Tile(16, 16, 8, 2, "128 registers; one stage spills 488 bytes")),
@@ -147,7 +152,8 @@ _TABLE_OF_VERSION: dict[tuple[str, str, int, int, Kind], Tile] = {
     ("3.6", "sm90", 128, 2, "keys"): Tile(64, 128, 8, 2, "the same; 32 rows do not spill, in half as much again", 16),
     # 3.9 puts a fence before each wgmma and holds more addresses through the loops; 64 rows spill 136 bytes, in them.
     ("3.9", "sm90", 128, 2, "keys"): Tile(32, 128, 8, 2, "241 registers; head_dim 72 spills 8 bytes, no loop", 8),
-    ("3.9", "sm90", 256, 2, "keys"): Tile(32, 64, 8, 2, "the same; it spills 224 bytes elsewhere", 304),
+    ("3.9", "sm90", 128, 2, "softcap keys"): Tile(32, 128, 8, 2, "the same; head_dim 72 spills 32 bytes", 32),
+    ("3.9", "sm90", 256, 2, "keys"): Tile(32, 64, 8, 2, "the same; it spills 240 bytes elsewhere", 328),
     ("3.9", "sm100", 64, 2, "queries"): Tile(128, 64, 8, 2, "the same, with room; documents spilled 8 bytes", 0, 224),
 }
 SMALL_ROWS = 32  # of the kernels that only move rows: combine_splits, round_rows
@@ -169,9 +175,10 @@ def find(architecture: str, head_dim: int, dtype_bytes: int, kind: Kind, *, vers
     """The tile of a kernel; ValueError when no row serves. version: of Triton, the installed one by default."""
     if version is None:
         version = triton_version()
+    interpreted = architecture == INTERPRETER
+    end = MAX_HEAD_DIM if interpreted else next((end for end in _ENDS if head_dim <= end), 0)
     for names, largest, size, row_kind, tile in _TABLE:
-        interpreted = architecture == INTERPRETER and INTERPRETER in names
-        if architecture in names and head_dim <= largest and kind == row_kind and (interpreted or dtype_bytes == size):
+        if architecture in names and largest == end and kind == row_kind and (interpreted or dtype_bytes == size):
             return _TABLE_OF_VERSION.get((version, architecture, largest, size, kind), tile)
     if kind in _INSTEAD:
         return find(architecture, head_dim, dtype_bytes, _INSTEAD[kind], version=version)

@@ -29,6 +29,7 @@ _KERNELS: dict[tiles.Kind, tuple[str, str]] = {
     "forward": ("tile", "attention_forward"),
     "softcap forward": ("tile", "attention_forward"),
     "keys": ("keys_tile", "attention_backward_keys"),
+    "softcap keys": ("keys_tile", "attention_backward_keys"),
     "queries": ("queries_tile", "attention_backward_queries"),
     "few queries": ("queries_tile", "attention_backward_queries"),
 }
@@ -55,8 +56,8 @@ def milliseconds(kind: tiles.Kind, tile: Tile, options: argparse.Namespace, devi
         options.prefix,
         RawMask(True, -1, -1, None),
         options.head_dim**-0.5,
-        softcap=30.0 if kind == "softcap forward" else 0.0,
-        deterministic=where == "queries_tile" or (kind == "keys" and options.deterministic),
+        softcap=30.0 if kind.startswith("softcap") else 0.0,
+        deterministic=where == "queries_tile" or (where == "keys_tile" and options.deterministic),
     )
     planned: dict[str, Any] = {
         "settings": settings,
@@ -86,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--prefix", type=int, default=6144)
-    parser.add_argument("--deterministic", action="store_true", help="kind keys: without the share of dq")
+    parser.add_argument("--deterministic", action="store_true", help="kinds of keys: without the share of dq")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("tune: there is no CUDA device to time tiles on", file=sys.stderr)
