@@ -2,9 +2,9 @@
 
 The receiver already waits when the sender starts the clock; both stamp on the host's common clock, in Python, so the
 links' own calls count. Modes: zero-copy (the sender computed into the slot, the receiver reads it there), copy (put
-copies in), copy-out (and take copies out), woken (zero-copy to a receiver that sleeps instead of spinning); gloo is the
-`dist` link. `peer` is copy between two GPUs, stamped once the receiver's stream has it; without them a row says why it
-was not run. Every message's content is checked before the clock runs.
+copies in), copy-out (and take copies out), woken (zero-copy to a receiver that sleeps instead of spinning); gloo and
+nccl are the `dist` link. `peer` (copy) and nccl go between two GPUs, stamped once the receiver's stream has it; without
+GPUs a row says why each was not run. Every message's content is checked before the clock runs.
 
 Run by `terapipe bench links`; it starts its two workers itself, one thread each.
 """
@@ -54,12 +54,27 @@ MODES = (
 )
 
 
+def _on_gpus() -> list[tuple[Mode, str]]:
+    """Modes between two GPUs, and why one cannot run here."""
+    import torch
+    import torch.distributed as dist
+
+    from tpkernels.links import peer_missing
+
+    count = torch.cuda.device_count()
+    no_nccl = "this torch has no NCCL" if not dist.is_nccl_available() else ""
+    if not count:
+        no_nccl = "there is no CUDA device"
+    elif count < 2:
+        no_nccl = no_nccl or "one GPU is visible, and NCCL wants one a rank"
+    return [(Mode("peer", "copy"), peer_missing()), (Mode("dist", "nccl"), no_nccl)]
+
+
 def run() -> list[Row]:
     """Rows with percentiles in microseconds, one way. Empty on the receiver."""
     if "RANK" in os.environ:
         return _work()
     from terapipe.engine import launch
-    from tpkernels.links import peer_missing
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.json"
@@ -67,8 +82,7 @@ def run() -> list[Row]:
         if status != 0:
             raise RuntimeError(f"a worker of the benchmark ended with status {status}; its message is above.")
         rows: list[Row] = json.loads(file.read_text())["rows"]
-        missing = peer_missing()
-        return [*rows, {"kind": "peer", "mode": f"not run: {missing}"}] if missing else rows
+        return [*rows, *({"kind": mode.kind, "mode": f"{mode.mode} not run: {why}"} for mode, why in _on_gpus() if why)]
 
 
 def plot(rows: list[Row], path: Path) -> None:
@@ -89,14 +103,17 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def _work() -> list[Row]:
+    import torch
     import torch.distributed as dist
 
     from terapipe.engine import launch
-    from tpkernels.links import peer_missing
 
     launch.initialize()
     groups = [dist.new_group() for _ in range(2)]
-    modes = MODES if peer_missing() else (*MODES, Mode("peer", "copy"))
+    modes = [*MODES, *(mode for mode, why in _on_gpus() if not why)]
+    if Mode("dist", "nccl") in modes:
+        torch.cuda.set_device(dist.get_rank())
+        groups.append(dist.new_group(backend="nccl"))
     rows = [row for size in SIZES for mode in modes for row in _measure(mode, size, groups)]
     launch.shutdown()
     return rows
@@ -112,11 +129,11 @@ def _measure(mode: Mode, size: int, groups: list[Any]) -> list[Row]:
     shape = (1, size // 4 // COLUMNS, COLUMNS)
     keys = [(1, 0, index) for index in range(count)]
     cpu, slots = torch.device("cpu"), dict.fromkeys(keys, 0)
-    device = torch.device("cuda", dist.get_rank()) if mode.kind == "peer" else cpu
+    device = torch.device("cuda", dist.get_rank()) if mode.kind == "peer" or mode.mode == "nccl" else cpu
     spec = LinkSpec(0, 1, "F", torch.float32, device, 1, slots, shape, mode.mode != "copy-out")
     answers = LinkSpec(1, 0, "B", torch.float32, cpu, 1, slots, (1, 1, 1))
     options = {"spin_s": 0.0 if mode.mode == "woken" else 1.0} if mode.kind == "shm" else {}
-    link = open_link(mode.kind, spec, group=groups[0], **options)
+    link = open_link(mode.kind, spec, group=groups[-1 if mode.mode == "nccl" else 0], **options)
     back = open_link("shm", answers, group=groups[1], spin_s=1.0)
     for end in (link, back):
         end.expect([(key, shape if end is link else (1, 1, 1)) for key in keys])
