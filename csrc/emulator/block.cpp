@@ -49,7 +49,7 @@ void Block::begin(const Launch& launch, uint32_t index, bool backwards, Tensors&
     thread.exited = false, thread.waits = nullptr, thread.pc = 0, thread.barrier = 0;
     thread.spin = {};
     thread.copies.clear(), thread.copy_groups.clear(), thread.copies_done = 0;
-    thread.known = identity.known, thread.observed = thread.fenced = nullptr;
+    thread.known = identity.known, thread.observed = thread.fenced_near = thread.fenced = nullptr;
     prepare_fiber(thread.fiber, stacks_->begin(t), stacks_->end(t), &Block::thread_main);
   }
   thread_ = backwards ? launch.threads - 1 : 0;

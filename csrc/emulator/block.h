@@ -90,8 +90,9 @@ struct Thread {
   std::vector<AsyncCopy> copies;
   std::vector<size_t> copy_groups;
   size_t copies_done = 0;
-  // Of other blocks: what the thread knows, what it may know after a fence, and what its last fence lets others know.
-  Known known, observed, fenced;
+  // Of other blocks: what the thread knows, what it may know after a fence, and what its last fence lets others know, that of its own
+  // device (near) and any.
+  Known known, observed, fenced_near, fenced;
   Spin spin;
 
   size_t copies_begun() const { return copies_done + copies.size(); }

@@ -72,22 +72,28 @@ void observe(const void* word, Scope scope) {
   thread.observed = joined(thread.observed, published_by(word, scope));
 }
 
-void fence() {
+// A fence within the device says nothing to other devices, whatever the scope of the store behind it.
+void fence(Scope scope) {
   Thread& thread = current_block->self();
   current_block->learn(thread.observed);
-  thread.fenced = current_block->tell();
+  thread.fenced_near = current_block->tell();
+  if (scope == Scope::system) thread.fenced = thread.fenced_near;
 }
 
 // After a fence, or at once with release.
 void publish(const void* word, Scope scope, bool release) {
-  if (release) fence();
-  const Known& known = current_block->self().fenced;
-  if (known == nullptr) return;
+  if (release) fence(scope);
+  const Thread& thread = current_block->self();
   const uint32_t device = current_block->identity().device;
   std::vector<Publication>& published = session().published[word];
-  for (Publication& earlier : published)
-    if (earlier.device == device && earlier.scope == scope) return void(earlier.known = joined(earlier.known, known));
-  published.push_back({device, scope, known});
+  const auto tell = [&](Scope reach, const Known& known) {
+    if (known == nullptr) return;
+    for (Publication& earlier : published)
+      if (earlier.device == device && earlier.scope == reach) return void(earlier.known = joined(earlier.known, known));
+    published.push_back({device, reach, known});
+  };
+  tell(Scope::device, thread.fenced_near);
+  if (scope == Scope::system) tell(scope, thread.fenced);
 }
 
 } // namespace
@@ -109,7 +115,7 @@ void store_word(uint32_t* word, uint32_t value, bool release, bool system) {
   publish(word, scope, release);
   at(word).store(value, std::memory_order_release);
 }
-void fence_acq_rel() { fence(); }
+void fence_acq_rel() { fence(Scope::system); }
 
 uint32_t atomic_add(uint32_t* word, uint32_t value, bool acquire_release) {
   current_block->strong_access(word, Access::atomic, Scope::device, TPK_EMULATOR_PC);

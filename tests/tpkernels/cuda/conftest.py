@@ -284,5 +284,15 @@ def extension(emulator: Emulator, emulator_file: Path, monkeypatch: pytest.Monke
 @pytest.fixture
 def peer_ends(emulator: Emulator, emulator_file: Path) -> tuple[PeerEnd, PeerEnd]:
     """Sender's and receiver's kernels."""
-    module = load("tpk_cuda_emulated", emulator_file)
+    return _peer_ends(emulator, emulator_file)
+
+
+@pytest.fixture
+def open_peer_ends() -> Callable[[Path], tuple[PeerEnd, PeerEnd]]:
+    """The same of another file than the one built here."""
+    return lambda file: _peer_ends(Emulator(load("tpk_emulator", file)), file)
+
+
+def _peer_ends(emulator: Emulator, file: Path) -> tuple[PeerEnd, PeerEnd]:
+    module = load("tpk_cuda_emulated", file)
     return PeerEnd(emulator, module, 0), PeerEnd(emulator, module, 1)
