@@ -122,7 +122,9 @@ _TABLE: tuple[tuple[tuple[str, ...], int, int, Kind, Tile], ...] = (
     (("sm80",), 256, 2, "queries", Tile(64, 32, 8, 2, "100 KiB")),
     (_SMALL_SHARED, 64, 2, "queries", Tile(64, 64, 8, 2, "as forward")),
     (_SMALL_SHARED, 128, 2, "queries", Tile(64, 32, 8, 2, "52 KiB, 168 registers")),
-    (_SMALL_SHARED, 256, 2, "queries", Tile(32, 32, 8, 1, "64 KiB; sm_120 stops at 128 left alone", 0, 224)),
+    # Left alone, sm_120 stops at 128 registers with a softcap and spills 16 bytes; so does sm_89, on 3.8, if given 224.
+    (("sm89",), 256, 2, "queries", Tile(32, 32, 8, 1, "64 KiB; on 3.8, 192 with window and softcap spills", 8)),
+    (("sm120",), 256, 2, "queries", Tile(32, 32, 8, 1, "64 KiB", 0, 224)),
     (("sm90",), 64, 2, "queries", Tile(128, 64, 8, 3, "two warpgroups of 64 rows, 80 KiB")),
     (("sm90",), 128, 2, "queries", Tile(128, 64, 8, 2, "two warpgroups of 64 rows, 128 KiB, 222 registers")),
     (("sm90",), 256, 2, "queries", Tile(128, 32, 8, 2, "two warpgroups of 64 rows, 192 KiB")),
