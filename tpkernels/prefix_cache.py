@@ -205,6 +205,14 @@ class PrefixCache:
         finally:
             self.recomputed_start = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and copy: the backward view is a second handle of the same memory, so it is made anew."""
+        return {name: value for name, value in self.__dict__.items() if name != "backward_view"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.backward_view = BackwardView(*(_other_handle(x) for x in (self.k, self.v, self.position)))
+
     def _check_accumulator(self, accumulator: GradientAccumulator) -> None:
         wanted = accumulator_dtype(self.k.dtype)
         for name, own, sums in (("dk", self.k, accumulator.dk), ("dv", self.v, accumulator.dv)):

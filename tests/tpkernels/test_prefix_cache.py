@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -237,3 +240,22 @@ def test_a_cache_made_in_inference_mode_works_outside():
         forward(cache, [2])
     backward(forward(cache, [2])[0])  # a prefix without gradients, then a slice with them
     assert cache.backward_end == 10
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_copy_goes_on_where_the_cache_stood(again):
+    """What a copy's backward reads is the copy's own memory, not that of the cache or a snapshot."""
+    q, k, v = (torch.randn(2, 9, heads, 4, requires_grad=True) for heads in (4, 2, 2))
+    cache = PrefixCache(2, 9, 2, 4)
+    cache.require_accumulator()
+    prefix_attention(q[:, :5], k[:, :5], v[:, :5], cache)
+    other = again(cache)
+    if again is not copy.copy:
+        cache.k.zero_()
+        cache.reset()
+    out = prefix_attention(q[:, 5:], k[:, 5:], v[:, 5:], other)
+    actual = torch.autograd.grad(out.sum(), (q, k, v))
+    expected = torch.autograd.grad(prefix_attention(q[:, 5:], k, v).sum(), (q, k, v))
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a[:, 5:], b[:, 5:])
+    torch.testing.assert_close(other.accumulator.dk, expected[1])
