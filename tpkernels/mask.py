@@ -20,6 +20,11 @@ from torch import Tensor
 Window = tuple[int | None, int | None]
 
 
+def window_bound(size: int | None) -> int:
+    """One side of a window as kernels take it: -1 for no bound, which one beyond every int32 position is too."""
+    return size if size is not None and 0 <= size < 2**31 else -1
+
+
 @dataclass(frozen=True, eq=False)
 class RawMask:
     """What a kernel gets: -1 is "no bound"; document_starts int32 [batch, tokens] of the query rows, contiguous."""
@@ -137,12 +142,12 @@ class Mask:
     @property
     def window_left(self) -> int:
         """Left window as kernels take it (-1: none)."""
-        return -1 if self.window[0] is None else self.window[0]
+        return window_bound(self.window[0])
 
     @property
     def window_right(self) -> int:
         """Right window as kernels take it (-1: none)."""
-        return -1 if self.window[1] is None else self.window[1]
+        return window_bound(self.window[1])
 
 
 CAUSAL = Mask()

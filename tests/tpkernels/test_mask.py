@@ -42,6 +42,13 @@ def test_a_query_sees_exactly_its_interval_of_keys(start, tokens, causal, left, 
         assert [j for j in range(keys) if visible[row, j]] == list(range(low, max(low, high)))
 
 
+def test_a_window_beyond_every_position_is_none():
+    """Such as sys.maxsize: its sum with a position must not wrap."""
+    mask = Mask(window=(2**31 - 1, 2**31))
+    assert (mask.window_left, mask.window_right) == (2**31 - 1, -1)
+    assert Mask(window=(2**63 - 1, 0)).window_left == -1
+
+
 def test_documents_give_absolute_starts_and_relative_positions():
     mask = Mask.from_documents([[2, 0, 3], [1, 4]])
     assert mask.document_starts.tolist() == [[0, 0, 2, 2, 2], [0, 1, 1, 1, 1]]
