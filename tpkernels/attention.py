@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tpkernels import backends
-from tpkernels.attention_ops import Settings, backward_op, forward_op
+from tpkernels.attention_ops import Settings, autocasts, backward_op, forward_op
 from tpkernels.mask import CAUSAL, Mask
 from tpkernels.prefix_cache import PrefixCache, accumulator_dtype
 
@@ -239,7 +239,7 @@ def prefix_attention(
     _check_types(q, k, v, cache, mask)
     if start is None and cache is not None:
         start = cache.recomputed_start
-    if torch.is_autocast_enabled(q.device.type):
+    if autocasts(q.device.type):
         q, k, v = _autocast(q, k, v, cache)
     _check_shapes(q, k, v, cache, sinks, mask, scale, softcap)
     if cache is None and start is not None and start != k.shape[1] - q.shape[1]:
@@ -351,9 +351,10 @@ def _check_shapes(
             f"prefix_attention: {query_heads} query heads cannot be shared out over {kv_heads} KV heads; the number of "
             "query heads must be a multiple of the number of KV heads"
         )
-    if scale is not None and not math.isfinite(scale):
+    # Comparisons, since torch.compile(dynamic=True) makes numbers symbolic, and math.isfinite takes no such number.
+    if scale is not None and not -math.inf < scale < math.inf:
         raise ValueError(f"prefix_attention: scale is {scale}; it must be finite")
-    if not (math.isfinite(softcap) and softcap >= 0):
+    if not 0 <= softcap < math.inf:
         raise ValueError(f"prefix_attention: softcap is {softcap}; it must be 0 (off) or positive and finite")
     if sinks is not None and (list(sinks.shape) != [query_heads] or sinks.device != q.device):
         raise ValueError(
@@ -361,7 +362,7 @@ def _check_shapes(
             f"[{query_heads}] on {q.device}"
         )
     starts = mask.document_starts
-    if starts is not None and (starts.shape[0] not in (1, q.shape[0]) or starts.device != q.device):
+    if starts is not None and ((starts.shape[0] != 1 and starts.shape[0] != q.shape[0]) or starts.device != q.device):
         raise ValueError(
             f"prefix_attention: the mask's document_starts has {starts.shape[0]} rows on {starts.device}; it needs "
             f"{q.shape[0]} (the batch) or 1 on {q.device}"

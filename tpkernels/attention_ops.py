@@ -350,8 +350,9 @@ def _new_dsinks(q: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def _plain(q: Tensor) -> bool:
-    """Whether nothing but this process's eager mode looks on: no tracing, no dispatch mode, no tensor subclass."""
-    return not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()) and type(q) in _PLAIN_TENSORS
+    """Whether nothing but this process's eager mode looks on: no tracing or dispatch mode, a tensor of plain values."""
+    watched = q.is_meta or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    return not watched and type(q) in _PLAIN_TENSORS
 
 
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
@@ -414,9 +415,14 @@ def _raw_mask(settings: Settings, document_starts: Tensor | None, piece: _Slice,
     return RawMask(settings.causal, settings.window_left, settings.window_right, rows)
 
 
+def autocasts(device_type: str) -> bool:
+    """Whether autocast is on; torch.is_autocast_enabled fails for devices such as meta, which know none."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
 def _no_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
     """Backends compute in the dtypes they are given."""
-    if torch.is_autocast_enabled(device_type):
+    if autocasts(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
 

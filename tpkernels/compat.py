@@ -102,7 +102,8 @@ def _dense_mask(mask: Tensor, heads: int, tokens: int, keys: int) -> Tensor:
             "passed as attn_mask == 0"
         )
     shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
-    if len(shape) > 4 or any(n not in (1, full) for n, full in zip(shape[1:], (heads, tokens, keys), strict=True)):
+    # Each size by itself: Dynamo finds a symbolic size in no tuple.
+    if len(shape) > 4 or any(n != 1 and n != full for n, full in zip(shape[1:], (heads, tokens, keys), strict=True)):
         raise ValueError(
             f"{name}: attn_mask {list(mask.shape)} does not broadcast to [batch, {heads}, {tokens}, {keys}]"
         )

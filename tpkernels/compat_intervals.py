@@ -53,7 +53,7 @@ def interval_attention(
             "tpkernels' attention over masks and packed sequences runs neither under torch.func's grad, vjp and jvp "
             "nor under torch.vmap; use backward(), and the batch dimension"
         )
-    if torch.is_autocast_enabled(q.device.type):
+    if attention_ops.autocasts(q.device.type):
         q, k, v = _autocast(q, k, v, None)
     _check_shapes(q, k, v, None, sinks, CAUSAL, scale, softcap)
     assert (intervals is None) != (sequences is None)

@@ -178,11 +178,12 @@ CALLS = [call_flash, call_varlen, call_cache, call_cache_lengths, call_sdpa, cal
 SHAPES = ((2, 9, 4, 8), (2, 9, 2, 8), (2, 9, 2, 8))
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("call", CALLS)
-def test_compiled_in_one_graph_it_gives_the_same(call):
+def test_compiled_in_one_graph_it_gives_the_same(call, dynamic):
     torch._dynamo.reset()
     tensors = leaves(*SHAPES)
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     dout = torch.randn(SHAPES[0])
     actual, expected = ((out, *torch.autograd.grad(out, tensors, dout)) for out in (compiled(*tensors), call(*tensors)))
     for a, b in zip(actual, expected, strict=True):
@@ -263,6 +264,15 @@ def test_sinks_get_their_gradient_through_pieces(backend):
 
     intervals = mask_intervals(mask)
     check(lambda q, k, v, s: interval_attention(q, k, v, intervals, sinks=s), oracle, tensors)
+
+
+@pytest.mark.parametrize("call", [call_flash, call_varlen, call_sdpa, call_mask])
+def test_on_the_meta_device_it_gives_shapes(call):
+    """A device without values and without autocast."""
+    tensors = [x.detach().to("meta").requires_grad_() for x in leaves(*SHAPES)]
+    out = call(*tensors)
+    assert out.is_meta and out.shape == SHAPES[0]
+    assert [x.shape for x in torch.autograd.grad(out.sum(), tensors)] == [x.shape for x in tensors]
 
 
 @pytest.mark.parametrize("call", CALLS)
