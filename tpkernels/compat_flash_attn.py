@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpkernels import attention_ops, backends
 from tpkernels.attention import _check_shapes, prefix_attention
 from tpkernels.compat_intervals import interval_attention
 from tpkernels.compat_pieces import Sequences, Window, aligned_intervals
-from tpkernels.mask import CAUSAL, Mask
+from tpkernels.mask import CAUSAL, Mask, RawMask, window_bound
 from tpkernels.prefix_cache import PrefixCache
 
 _REMEDIES = {
@@ -38,9 +39,15 @@ def _refuse(function: str, **given: Any) -> None:
             raise ValueError(f"{function}: {name} is {shown}, which is not served; {_REMEDIES[name]}")
 
 
-def _mask(causal: bool, window_size: tuple[int, int]) -> Mask:
-    left, right = window_size
-    return Mask(causal=causal, window=(None if left < 0 else left, None if right < 0 else right))
+def _window(function: str, causal: bool, window_size: tuple[int, int]) -> Window:
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(f"{function}: window_size is {window_size!r}; it must be (left, right), -1 for no bound")
+    return Window(causal, *(window_bound(size) for size in window_size))
+
+
+def _mask(window: Window) -> Mask:
+    left, right = (None if size < 0 else size for size in (window.left, window.right))
+    return Mask(causal=window.causal, window=(left, right))
 
 
 def flash_attn_func(
@@ -66,7 +73,7 @@ def flash_attn_func(
     Raises ValueError for dropout_p and alibi_slopes, and for what prefix_attention refuses (shapes, dtypes, devices).
     """
     _refuse("flash_attn_func", dropout_p=dropout_p, alibi_slopes=alibi_slopes)
-    mask = _mask(causal, window_size)
+    mask = _mask(_window("flash_attn_func", causal, window_size))
     settings: dict[str, Any] = {"scale": softmax_scale, "softcap": softcap, "deterministic": deterministic}
     out, lse = prefix_attention(q, k, v, mask=mask, return_lse=True, **settings)
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
@@ -111,7 +118,7 @@ def flash_attn_varlen_func(
         k[None],
         v[None],
         sequences=Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
-        window=Window(causal, *window_size),
+        window=_window(name, causal, window_size),
         scale=softmax_scale,
         softcap=softcap,
         deterministic=deterministic,
@@ -167,6 +174,7 @@ def flash_attn_with_kvcache(
     _refuse(name, rotary_cos=rotary_cos, rotary_sin=rotary_sin, block_table=block_table, alibi_slopes=alibi_slopes)
     if (k is None) != (v is None):
         raise ValueError(f"{name}: give both k and v, or neither")
+    window = _window(name, causal, window_size)
     settings: dict[str, Any] = {"scale": softmax_scale, "softcap": softcap, "return_lse": True}
     if isinstance(k_cache, PrefixCache):
         if v_cache is not None and v_cache is not k_cache:
@@ -178,16 +186,19 @@ def flash_attn_with_kvcache(
                 f"{name}: the rows of a PrefixCache are equally long; pass cache_seqlens as an int or leave it out, "
                 "and no cache_batch_idx or cache_leftpad"
             )
-        out, lse = prefix_attention(q, k, v, k_cache, start=cache_seqlens, mask=_mask(causal, window_size), **settings)
+        out, lse = prefix_attention(q, k, v, k_cache, start=cache_seqlens, mask=_mask(window), **settings)
         return (out, lse) if return_softmax_lse else out
 
     if not isinstance(v_cache, Tensor):
         raise ValueError(f"{name}: v_cache is a {type(v_cache).__name__}; beside k_cache it needs a tensor")
-    if torch.is_autocast_enabled(q.device.type):
+    if attention_ops.autocasts(q.device.type):
         q = q.to(k_cache.dtype)
         k, v = (x if x is None else x.to(k_cache.dtype) for x in (k, v))
     _check_cache(q, k_cache, v_cache, k, v, softmax_scale, softcap, cache_batch_idx)
     rows, lengths, capacity = cache_batch_idx, cache_seqlens, k_cache.shape[1]
+    _check_numbers("cache_seqlens", lengths, batch=q.shape[0])
+    _check_numbers("cache_batch_idx", rows, batch=q.shape[0], most=k_cache.shape[0] - 1)
+    _check_numbers("cache_leftpad", cache_leftpad, batch=q.shape[0], most=capacity)
     if lengths is None:
         if k is not None:
             raise ValueError(f"{name}: k and v are given without cache_seqlens, which says where to write them")
@@ -201,7 +212,7 @@ def flash_attn_with_kvcache(
             _updated(cache, new, (slice(None), tokens), (slice(None), tokens), rows, tokens.stop, needs_gradient)
             for cache, new in ((k_cache, k), (v_cache, v))
         )
-        out, lse = prefix_attention(q, keys, values, mask=_mask(causal, window_size), **settings)
+        out, lse = prefix_attention(q, keys, values, mask=_mask(window), **settings)
         return (out, lse) if return_softmax_lse else out
 
     batch, device = q.shape[0], q.device
@@ -219,7 +230,6 @@ def flash_attn_with_kvcache(
     )
     begin = 0 if cache_leftpad is None else cache_leftpad.to(device, torch.int64)[:, None]
     numbers = torch.arange(q.shape[1], device=device)
-    window = Window(causal, *window_size)
     intervals = aligned_intervals(numbers, q.shape[1], begin, (old + written)[:, None], window)
     out, lse = interval_attention(q, keys, values, intervals, **settings)
     return (out, lse) if return_softmax_lse else out
@@ -240,6 +250,27 @@ def _updated(
     if new is not None:
         held[own_place] = new
     return held
+
+
+def _check_numbers(argument: str, given: Any, *, batch: int, most: int | None = None) -> None:
+    """Integers [batch] from 0 to `most`; without `most` also one for all rows, and the values are not looked at."""
+    if given is None or (most is None and isinstance(given, int)):
+        return
+    numbers = torch.as_tensor(given)
+    whole = not (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool)
+    for_all = most is None and numbers.dim() <= 1 and numbers.numel() == 1
+    if not whole or not (for_all or (numbers.dim() == 1 and numbers.shape[0] == batch)):
+        raise ValueError(
+            f"flash_attn_with_kvcache: {argument} is {numbers.dtype} {list(numbers.shape)}; it must be int32 "
+            f"[{batch}], a number for each row of q"
+        )
+    if most is None or torch.compiler.is_compiling():
+        return
+    for row, number in enumerate(numbers.tolist()):
+        if not 0 <= number <= most:
+            raise ValueError(
+                f"flash_attn_with_kvcache: {argument} is {number} in row {row}; for this cache it is from 0 to {most}"
+            )
 
 
 def _check_room(lengths: list[int], written: int, capacity: int) -> None:
@@ -274,10 +305,12 @@ def _check_cache(
                 f"{name}: {cache_name} requires a gradient, but the prefix is a constant here; pass "
                 f"{cache_name}.detach(), or a PrefixCache, whose backward reaches every earlier token"
             )
-    if q.dim() != 4 or k_cache.dim() != 4 or v_cache.dim() != 4 or (rows is None and q.shape[0] != k_cache.shape[0]):
+    four = q.dim() == k_cache.dim() == v_cache.dim() == 4
+    if not four or k_cache.shape[:3] != v_cache.shape[:3] or (rows is None and q.shape[0] != k_cache.shape[0]):
         raise ValueError(
             f"{name}: q {list(q.shape)}, k_cache {list(k_cache.shape)} and v_cache {list(v_cache.shape)} must be "
-            "[batch, tokens, heads, head_dim] with the same batch; cache_batch_idx picks rows of a larger cache"
+            "[batch, tokens, heads, head_dim] with the same batch, and the caches equal but for head_dim; "
+            "cache_batch_idx picks rows of a larger cache"
         )
     for new_name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
         if new is None:
@@ -291,3 +324,6 @@ def _check_cache(
         raise ValueError(f"{name}: k has {k.shape[1]} tokens and v {v.shape[1]}; they must be equally many")
     sample_k, sample_v = (x[:1].expand(q.shape[0], -1, -1, -1) for x in (k_cache, v_cache))
     _check_shapes(q, sample_k, sample_v, None, None, CAUSAL, scale, softcap)
+    if attention_ops._plain(q):  # else the op itself refuses
+        arguments = attention_ops.Settings(True, -1, -1, 1.0, softcap, False, "")
+        backends.select(attention_ops._call(q, k_cache, v_cache, None, RawMask(True, -1, -1, None), arguments))

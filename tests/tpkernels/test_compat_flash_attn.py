@@ -57,6 +57,19 @@ def test_flash_attn_func_is_its_documented_formula(case, dtype, backend):
     torch.testing.assert_close(lse, expected, rtol=1e-5, atol=1e-5 if dtype == torch.float32 else 0.05)
 
 
+@pytest.mark.parametrize("size", [2**31 - 1, 2**31, 2**63 - 1, 2**70])
+def test_a_window_beyond_all_keys_is_none(size, backend):
+    """Such as sys.maxsize: its sum with a position must not wrap."""
+    q, k, v = (x.detach() for x in leaves((1, 9, 4, 8), (1, 5, 2, 8), (1, 5, 2, 8)))
+    window = {"window_size": (size, size)}
+    expected = flash_attn_func(q, k, v)
+    assert torch.equal(flash_attn_func(q, k, v, **window), expected)
+    packed = flash_attn_varlen_func(q[0], k[0], v[0], totals([9]), totals([5]), 9, 5, **window)
+    torch.testing.assert_close(packed[None], expected)
+    lengths = torch.tensor([5], dtype=torch.int32)
+    torch.testing.assert_close(flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, **window), expected)
+
+
 # ---- flash_attn_varlen_func ------------------------------------------------------------------------------------------
 
 

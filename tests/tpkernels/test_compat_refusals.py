@@ -77,6 +77,10 @@ REFUSED = [
     (kvcache, {"cache_seqlens": 7}, "is 7 in row 0 and 2 tokens are to be written, but the cache holds 8"),
     (kvcache, {"cache_seqlens": torch.tensor([7])}, "is 7 in row 0 and 2 tokens"),
     (kvcache, {"cache_seqlens": -1}, "cache_seqlens is -1 in row 0"),
+    (kvcache, {"cache_seqlens": 1.5}, r"cache_seqlens is torch.float32 \[\]; it must be int32 \[1\]"),
+    (kvcache, {"cache_seqlens": PAGES}, r"cache_seqlens is torch.int32 \[1, 2\]; it must be int32 \[1\]"),
+    (flash, {"window_size": 3}, r"flash_attn_func: window_size is 3; it must be \(left, right\), -1 for no bound"),
+    (varlen, {"window_size": (1, 2, 3)}, r"flash_attn_varlen_func: window_size is \(1, 2, 3\)"),
     (
         lambda: kvcache(*caches(requires_grad=True)),
         {},
@@ -84,6 +88,7 @@ REFUSED = [
     ),
     (lambda: kvcache(*caches(dtype=torch.half)), {}, r"k is torch.float32 \[1, 2, 2, 8\].*must be torch.float16"),
     (lambda: kvcache(*caches(rows=2)), {}, "cache_batch_idx picks rows"),
+    (lambda: kvcache(caches()[0], caches(rows=3)[0]), {}, "the caches equal but for head_dim"),
     (lambda: kvcache(caches()[0], None), {}, "v_cache is a NoneType"),
     (lambda: kvcache(*SLICES), {}, "v_cache is None or the same PrefixCache"),
     (lambda: kvcache(SLICES[0], None, cache_seqlens=torch.zeros(1)), {}, "rows of a PrefixCache are equally long"),
@@ -108,10 +113,19 @@ def test_what_is_not_served_is_refused_by_name(call, settings, message):
 
 def test_a_refused_call_leaves_the_cache_alone(backend):
     cache = caches()
-    for settings in ({"cache_seqlens": 7}, {"softmax_scale": math.inf}, {"softcap": -1.0}):
-        with pytest.raises(ValueError):
-            kvcache(*cache, **settings)
+    one = torch.ones(1, dtype=torch.int32)
+    wrong = {"cache_seqlens": [7], "softmax_scale": [math.inf], "softcap": [-1.0], "window_size": [None]}
+    wrong |= {"cache_leftpad": [-one, 9 * one, PAGES, one.float()], "cache_batch_idx": [one, -one, one.bool()]}
+    for name, value in ((name, value) for name, values in wrong.items() for value in values):
+        with pytest.raises(ValueError, match=f"{name.removeprefix('softmax_')} is"):
+            kvcache(*cache, **{name: value})
     q, k, v = bshd(tokens=2, keys=2, heads=3)
     with pytest.raises(ValueError, match="3 query heads cannot be shared out over 2 KV heads"):
         flash_attn_with_kvcache(q, *cache, k, v, cache_seqlens=1)
     assert not any(x.any() for x in cache)
+    wide = torch.zeros(2, 1, 8, 2, 300)
+    q, k, v = torch.ones(3, 1, 2, 2, 300)
+    if backend != "reference":  # which takes any head_dim
+        with pytest.raises(ValueError, match="head_dim 300/300"):
+            flash_attn_with_kvcache(q, *wide, k, v, cache_seqlens=1)
+    assert not wide.any()
