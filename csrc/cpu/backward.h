@@ -235,7 +235,7 @@ template <class Core> struct Backward {
       load_row(out_row, out.row(first_row + r), shape.value_head_dim, shape.dtype);
       tile.delta[r] = dot(dout_row, out_row, shape.value_head_dim);
       if (tile.hi[r] > tile.lo[r]) tile.lse_log2[r] = lse * log2_of_e;
-      if (params.dsinks != nullptr)
+      if (params.dsinks != nullptr && params.sinks[query_head] != minus_infinity) // lse may be -inf too: -inf - -inf is NaN
         tile.dsinks[r % n.group] -= std::exp(double(params.sinks[query_head]) - double(lse)) * double(tile.delta[r]);
     }
     tile.next_key_tile.store(tile.corners.first.lo / backward_key_tile, std::memory_order_relaxed);

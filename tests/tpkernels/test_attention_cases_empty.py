@@ -22,19 +22,21 @@ pytestmark = pytest.mark.on_gpu_too
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_more_queries_than_keys_leave_the_first_rows_empty(with_sinks, dtype, backend):
-    """FA #1778 (2048 queries, 1024 keys: the first 1024 rows must be exactly 0), FA PR #978 (their lse was +inf)."""
+    """FA #1778 (2048 queries, 1024 keys: the first 1024 rows must be exactly 0), FA PR #978 (their lse was +inf). A sink
+    of -inf leaves lse at -inf, and must not make the sink's gradient NaN."""
     q, k, v = leaves((1, 150, 2, 16), (1, 70, 2, 16), (1, 70, 2, 16), dtype=dtype)
-    sinks = torch.tensor([0.5, -1.0]) if with_sinks else None
+    sinks = torch.tensor([0.5, -math.inf], requires_grad=True) if with_sinks else None
     settings = {"sinks": sinks, "backend": backend}
     out, lse = prefix_attention(q, k, v, return_lse=True, **settings)
     dout = torch.randn_like(out)
-    dq, dk, dv = grads(out, dout, q, k, v)
+    dq, dk, dv, *dsinks = grads(out, dout, q, k, v, *([] if sinks is None else [sinks]))
     assert (out[:, :80] == 0).all() and (dq[:, :80] == 0).all()
-    expected = torch.full((2,), -math.inf) if sinks is None else sinks
+    expected = torch.full((2,), -math.inf) if sinks is None else sinks.detach()
     assert (lse[0, :, :80] == expected[:, None]).all()
     rest = prefix_attention(q[:, 80:], k, v, **settings)
     assert torch.equal(out[:, 80:], rest)
-    for name, a, b in zip("kv", (dk, dv), grads(rest, dout[:, 80:], k, v), strict=True):
+    rest_of = grads(rest, dout[:, 80:], k, v, *([] if sinks is None else [sinks]))
+    for name, a, b in zip("kvs", (dk, dv, *dsinks), rest_of, strict=False):
         torch.testing.assert_close(a, b, msg=name)
 
 
