@@ -22,8 +22,9 @@ pytestmark = pytest.mark.on_gpu_too
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_more_queries_than_keys_leave_the_first_rows_empty(with_sinks, dtype, backend):
-    """FA #1778 (2048 queries, 1024 keys: the first 1024 rows must be exactly 0), FA PR #978 (their lse was +inf). A sink
-    of -inf leaves lse at -inf, and must not make the sink's gradient NaN."""
+    """FA #1778 (2048 queries, 1024 keys: the first 1024 rows must be exactly 0), FA PR #978 (their lse was +inf).
+
+    A sink of -inf leaves lse at -inf, and must not make the sink's gradient NaN."""
     q, k, v = leaves((1, 150, 2, 16), (1, 70, 2, 16), (1, 70, 2, 16), dtype=dtype)
     sinks = torch.tensor([0.5, -math.inf], requires_grad=True) if with_sinks else None
     settings = {"sinks": sinks, "backend": backend}
