@@ -213,9 +213,10 @@ def table_subjects(capability: int) -> Iterator[Subject]:
     for chosen in features:
         for kind in ("forward", "backward", "deterministic"):
             yield Subject(kind, "fp16", 64, group=3, capability=capability, features=chosen)
-    for head_dim in (128, 256):
-        for kind in ("forward", "backward", "deterministic"):
-            yield Subject(kind, "bf16", head_dim, capability=capability, features=("window", "softcap"))
+    for chosen in (("window", "softcap"), ("documents", "sinks")):
+        for head_dim in (128, 256):
+            for kind in ("forward", "backward", "deterministic"):
+                yield Subject(kind, "bf16", head_dim, capability=capability, features=chosen)
     for head_dim, value_head_dim in ((72, None), (192, 128)):
         for kind in ("forward", "backward", "deterministic"):
             yield Subject(kind, "bf16", head_dim, value_head_dim, capability=capability)
@@ -259,7 +260,7 @@ def tile_of(item: Launch, subject: Subject) -> Tile | None:
     softcap = "softcap" in subject.features
     kinds: dict[str, tiles.Kind] = {
         "attention_forward": "softcap forward" if softcap else "forward",
-        "attention_backward_keys": "softcap keys" if softcap else "keys",
+        "attention_backward_keys": "costly keys" if softcap or "documents" in subject.features else "keys",
         "attention_backward_queries": "few queries" if subject.kind == "few" else "queries",
     }
     kind = kinds.get(item.kernel.__name__)

@@ -43,7 +43,8 @@ def plan_backward(
     scoring = Scoring.of(settings.scale, settings.softcap)
     bounds = Bounds.of(mask, start=problem.start, tokens=problem.tokens, keys=problem.keys, packed=lengths is not None)
     dim = max(problem.head_dim, problem.value_head_dim)
-    kind: tiles.Kind = "softcap keys" if settings.softcap else "keys"
+    costly = settings.softcap or mask.document_starts is not None
+    kind: tiles.Kind = "costly keys" if costly else "keys"
     tile = keys_tile or tiles.find(architecture, dim, q.element_size(), kind)
     unit = strides_unit([q, k, v, out, dout, dq])
     sum_unit = strides_unit([dk, dv])

@@ -29,7 +29,7 @@ _KERNELS: dict[tiles.Kind, tuple[str, str]] = {
     "forward": ("tile", "attention_forward"),
     "softcap forward": ("tile", "attention_forward"),
     "keys": ("keys_tile", "attention_backward_keys"),
-    "softcap keys": ("keys_tile", "attention_backward_keys"),
+    "costly keys": ("keys_tile", "attention_backward_keys"),
     "queries": ("queries_tile", "attention_backward_queries"),
     "few queries": ("queries_tile", "attention_backward_queries"),
 }
@@ -56,7 +56,7 @@ def milliseconds(kind: tiles.Kind, tile: Tile, options: argparse.Namespace, devi
         options.prefix,
         RawMask(True, -1, -1, None),
         options.head_dim**-0.5,
-        softcap=30.0 if kind.startswith("softcap") else 0.0,
+        softcap=30.0 if kind in ("softcap forward", "costly keys") else 0.0,
         deterministic=where == "queries_tile" or (where == "keys_tile" and options.deterministic),
     )
     planned: dict[str, Any] = {

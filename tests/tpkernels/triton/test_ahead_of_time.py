@@ -100,7 +100,7 @@ def test_the_table_serves_every_call(version, device):
                 assert found["few queries"].keys == found["queries"].keys
                 assert found["few queries"].rows <= found["queries"].rows
                 # The unit of slices at which dk and dv keep their bits is that of kind keys.
-                assert found["keys"].rows % found["softcap keys"].rows == 0
+                assert found["keys"].rows % found["costly keys"].rows == 0
     with pytest.raises(ValueError, match="no forward tile for sm90, head_dim 300"):
         tiles.find("sm90", 300, 2, "forward")
 
