@@ -247,8 +247,8 @@ def build() -> Path:
 
 
 def load(name: str, path: Path) -> ModuleType:
-    """One of the two modules in the file."""
-    spec = importlib.util.spec_from_file_location(name, path)
+    """One of the two modules in the file. pybind11 keeps modules by name, so the folder is part of it."""
+    spec = importlib.util.spec_from_file_location(f"{path.parent.name}.{name}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
