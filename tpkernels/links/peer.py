@@ -13,11 +13,8 @@ is raised; `finish` of a step always does.
 from __future__ import annotations
 
 import importlib.util
-import select
 import statistics
-import struct
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,14 +41,12 @@ from tpkernels.links.base import (
     name,
 )
 from tpkernels.links.door import Door, inside
-from tpkernels.links.shm import MEET_S, SILENCE_S, STATES, TIMEOUT_S, meet
+from tpkernels.links.shm import MEET_S, SILENCE_S, TIMEOUT_S, meet
 
 if sys.platform == "linux":
     from tpkernels.links import peer_memory
     from tpkernels.links.peer_memory import PeerMemory
-
-BEAT_S = 0.02
-CLOSED = STATES["closed"]
+    from tpkernels.links.peer_watch import CLOSED, PeerWatch
 
 
 def peer_missing(device: torch.device | None = None, language: str = "triton") -> str:
@@ -162,7 +157,7 @@ class PeerLink:
         self._reserved: Key | None = None
         self._uses = [layout.first_epoch] * spec.slots  # the host's copy, to name the slice of an epoch
         self._key_of: dict[tuple[int, int], Key] = {}
-        self._watch = _Watch(memory, self._words, sender=sender, silence_s=silence_s)
+        self._watch = PeerWatch(memory, self._words, sender=sender, silence_s=silence_s)
         self._door = Door(spec, self.give_up, self._free)
 
     @staticmethod
@@ -417,49 +412,6 @@ class PeerLink:
             f"{self.spec}: slot {slot} no longer holds {what}: it was released or written over before its backward "
             f"had run, so the gradients of this step are wrong."
         )
-
-
-class _Watch(threading.Thread):
-    """Counts this end's beat up and looks at the peer's, its `closed` word and the socket. When the peer is lost it
-    sets the host's abort word, which ends the waits of kernels. `trouble` says what the peer does instead."""
-
-    def __init__(self, memory: PeerMemory, words: Tensor, *, sender: bool, silence_s: float) -> None:
-        super().__init__(name="terapipe-peer-link", daemon=True)
-        self._segment, self._words, self._silence_s = memory.segment, words, silence_s
-        self._mine = peer_memory.SENDER_END if sender else peer_memory.RECEIVER_END
-        self._theirs = peer_memory.RECEIVER_END if sender else peer_memory.SENDER_END
-        self._closing = threading.Event()
-        self.trouble = ""
-        self.start()
-
-    def stop(self) -> None:
-        """Tell the peer that nothing more will come from here."""
-        self._closing.set()
-        self.join()
-        struct.pack_into("<I", self._segment.memory, self._mine, 1)
-
-    def run(self) -> None:
-        poll, beat, silent_s = select.poll(), 0, 0.0
-        for descriptor in (self._segment.socket.fileno(), self._segment.pidfd):
-            if descriptor >= 0:
-                poll.register(descriptor, select.POLLIN)
-        heard = -1
-        while not self._closing.wait(BEAT_S):
-            beat = (beat + 1) % 2**32
-            struct.pack_into("<I", self._segment.memory, self._mine + 4, beat)
-            closed, theirs = struct.unpack_from("<II", self._segment.memory, self._theirs)
-            # Only waits that passed count: an end that was frozen along with its peer must not find the peer late.
-            silent_s = 0.0 if theirs != heard else silent_s + BEAT_S
-            heard = theirs
-            if closed:
-                self.trouble = CLOSED
-            elif poll.poll(0):
-                self.trouble = STATES["gone"]
-            elif silent_s >= self._silence_s:
-                self.trouble = STATES["silent"]
-            if self.trouble:
-                self._words[0] = 1
-                return
 
 
 def _capability(device: torch.device) -> int:

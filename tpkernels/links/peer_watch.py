@@ -1,0 +1,63 @@
+"""The thread of a `peer` link's end that counts its beat up, watches the other end's, and ends waits when it is lost.
+
+Kernels wait on the GPU, where nobody sees a process die; the thread sets the host's abort word, which they look at. The
+one trap: it must be stopped before the link's memory is freed.
+"""
+
+from __future__ import annotations
+
+import select
+import struct
+import threading
+
+from torch import Tensor
+
+from tpkernels.links import peer_memory
+from tpkernels.links.peer_memory import PeerMemory
+from tpkernels.links.shm import STATES
+
+BEAT_S = 0.02
+CLOSED = STATES["closed"]
+
+
+class PeerWatch(threading.Thread):
+    """Counts this end's beat up and looks at the peer's, its `closed` word and the socket. When the peer is lost it
+    sets the host's abort word, which ends the waits of kernels. `trouble` says what the peer does instead."""
+
+    def __init__(self, memory: PeerMemory, words: Tensor, *, sender: bool, silence_s: float) -> None:
+        super().__init__(name="terapipe-peer-link", daemon=True)
+        self._segment, self._words, self._silence_s = memory.segment, words, silence_s
+        self._mine = peer_memory.SENDER_END if sender else peer_memory.RECEIVER_END
+        self._theirs = peer_memory.RECEIVER_END if sender else peer_memory.SENDER_END
+        self._closing = threading.Event()
+        self.trouble = ""
+        self.start()
+
+    def stop(self) -> None:
+        """Tell the peer that nothing more will come from here."""
+        self._closing.set()
+        self.join()
+        struct.pack_into("<I", self._segment.memory, self._mine, 1)
+
+    def run(self) -> None:
+        poll, beat, silent_s = select.poll(), 0, 0.0
+        for descriptor in (self._segment.socket.fileno(), self._segment.pidfd):
+            if descriptor >= 0:
+                poll.register(descriptor, select.POLLIN)
+        heard = -1
+        while not self._closing.wait(BEAT_S):
+            beat = (beat + 1) % 2**32
+            struct.pack_into("<I", self._segment.memory, self._mine + 4, beat)
+            closed, theirs = struct.unpack_from("<II", self._segment.memory, self._theirs)
+            # Only waits that passed count: an end that was frozen along with its peer must not find the peer late.
+            silent_s = 0.0 if theirs != heard else silent_s + BEAT_S
+            heard = theirs
+            if closed:
+                self.trouble = CLOSED
+            elif poll.poll(0):
+                self.trouble = STATES["gone"]
+            elif silent_s >= self._silence_s:
+                self.trouble = STATES["silent"]
+            if self.trouble:
+                self._words[0] = 1
+                return
