@@ -358,6 +358,14 @@ def _plain(q: Tensor) -> bool:
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
+def refuse_unserved(q: Tensor, k: Tensor, v: Tensor, *, softcap: float) -> None:
+    """ValueError if no backend serves a causal call of these tensors, for callers that write before it. What is traced
+    or of another tensor type passes: there the op itself refuses."""
+    if _plain(q):
+        settings = Settings(True, -1, -1, 1.0, softcap, False, "")
+        backends.select(_call(q, k, v, None, RawMask(True, -1, -1, None), settings))
+
+
 def forward_op(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The raw forward op. In plain eager mode the function behind it: the dispatcher takes 40 us for such a list."""
     if _plain(q):

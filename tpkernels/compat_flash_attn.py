@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpkernels import attention_ops, backends
+from tpkernels import attention_ops
 from tpkernels.attention import _check_shapes, prefix_attention
 from tpkernels.compat_intervals import interval_attention
 from tpkernels.compat_pieces import Sequences, Window, aligned_intervals
-from tpkernels.mask import CAUSAL, Mask, RawMask, window_bound
+from tpkernels.mask import CAUSAL, Mask, window_bound
 from tpkernels.prefix_cache import PrefixCache
 
 _REMEDIES = {
@@ -324,6 +324,4 @@ def _check_cache(
         raise ValueError(f"{name}: k has {k.shape[1]} tokens and v {v.shape[1]}; they must be equally many")
     sample_k, sample_v = (x[:1].expand(q.shape[0], -1, -1, -1) for x in (k_cache, v_cache))
     _check_shapes(q, sample_k, sample_v, None, None, CAUSAL, scale, softcap)
-    if attention_ops._plain(q):  # else the op itself refuses
-        arguments = attention_ops.Settings(True, -1, -1, 1.0, softcap, False, "")
-        backends.select(attention_ops._call(q, k_cache, v_cache, None, RawMask(True, -1, -1, None), arguments))
+    attention_ops.refuse_unserved(q, k_cache, v_cache, softcap=softcap)
