@@ -314,6 +314,7 @@ class PeerLink:
         self._words[0] = 1
 
     def close(self) -> None:
+        self._door.closed = True  # first: a wait that the word ends asks why it ended
         self._words[0] = 1  # for kernels that wait while nobody waits for them
         self._door.close()
 
