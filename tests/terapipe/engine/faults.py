@@ -20,6 +20,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -148,8 +149,8 @@ class Running:
 
     numbers = itertools.count()
 
-    def __init__(self, outcomes: list[Outcome], port: int) -> None:
-        self.outcomes, self._number, self._port = outcomes, next(self.numbers), port
+    def __init__(self, outcomes: list[Outcome], folder: str) -> None:
+        self.outcomes, self._meeting = outcomes, f"{folder}/{next(self.numbers)}"
         self.waiting: dict[int, int] = {}
         self._pipe, write = os.pipe()
         for rank in (0, 1):
@@ -166,7 +167,7 @@ class Running:
         status, outcome = 1, self.outcomes[0]
         try:
             torch.set_num_threads(1)
-            store = dist.PrefixStore(str(self._number), dist.TCPStore("127.0.0.1", self._port, is_master=False))
+            store = dist.FileStore(self._meeting, 2)  # a TCPStore's thread might hold a lock of libc's while we fork
             dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
             ShmLink.__init__.__kwdefaults__["silence_s"] = SILENCE_S  # type: ignore[attr-defined]
             for outcome in self.outcomes:
@@ -195,11 +196,11 @@ class Running:
         return True
 
 
-def run_all(cases: list[list[Outcome]], together: int, port: int) -> None:
+def run_all(cases: list[list[Outcome]], together: int, folder: str) -> None:
     waiting, running = list(cases), []
     while waiting or running:
         while waiting and len(running) < together:
-            running.append(Running(waiting.pop(0), port))
+            running.append(Running(waiting.pop(0), folder))
         for each in [each for each in running if each.finished()]:
             running.remove(each)
             for outcome in each.outcomes:
@@ -242,10 +243,14 @@ def main() -> None:
     if chosen["read"]:
         return read()
     logging.disable(logging.WARNING)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # outlives whichever rank ends
+    with tempfile.TemporaryDirectory() as folder:
+        inject(chosen, folder)
+
+
+def inject(chosen: dict[str, Any], folder: str) -> None:
     before = len(os.listdir("/proc/self/fd"))
     sound = Outcome("none", 0, -1, "")
-    run_all([[sound]], 1, store.port)
+    run_all([[sound]], 1, folder)
     assert not sound.heard, sound.heard
     cases = []
     for fault in FAULTS if chosen["times"] else ():
@@ -256,7 +261,7 @@ def main() -> None:
         several = PER_START if fault == "raise" else 1
         for _ in range(chosen["times"]):
             cases += [copy.deepcopy(some[first : first + several]) for first in range(0, len(some), several)]
-    run_all(cases, chosen["together"], store.port)
+    run_all(cases, chosen["together"], folder)
     assert len(os.listdir("/proc/self/fd")) == before
     try:
         os.waitpid(-1, os.WNOHANG)
