@@ -31,8 +31,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from terapipe.models.config import ModelConfig, tied_parameters
 from terapipe.train.checkpoint_folder import (
+    INDEX_CHECKSUM,
     VERSION,
+    CheckingReader,
     CheckpointInfo,
+    checksum,
     damage,
     discard,
     find_all,
@@ -98,6 +101,7 @@ def save(
             "step": optimizer.step_count,
             "model": _as_dict(model),
             "extra": dict(extra or {}),
+            INDEX_CHECKSUM: checksum(partial / ".metadata"),
         }
         _write_durably(partial / "run.json", json.dumps(run, indent=2) + "\n")
         if final.exists():
@@ -225,9 +229,15 @@ def _stored_shapes(path: Path) -> dict[str, torch.Size]:
 
 
 def _read(path: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None, *, alone: bool = False) -> None:
-    remedy = "it may be damaged: use an older one (--checkpoint.load-step)"
+    """RuntimeError on every rank if one finds damage."""
+    remedy = "use another one (--checkpoint.load-step)"
     with _one_process_is_fine(), _readable_errors(f"reading {path} failed", remedy):
-        dcp.load(dict(tensors), checkpoint_id=path, process_group=group, no_dist=alone or not dist.is_initialized())
+        dcp.load(
+            dict(tensors),
+            storage_reader=CheckingReader(path),
+            process_group=group,
+            no_dist=alone or not dist.is_initialized(),
+        )
 
 
 def _config_differences(info: CheckpointInfo, model: Mapping[str, Any]) -> list[str]:

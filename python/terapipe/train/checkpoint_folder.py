@@ -1,19 +1,31 @@
 """Which checkpoints a folder holds, and whether they are whole. A checkpoint is `step-00000120` with a run.json in it;
 names that begin with a dot are half-written, those that end in `.abandoned` belong to a course the run has left.
+
+`damage` looks at what is small: run.json, the index, the length of every file. The tensors' bytes are compared with
+their checksums where they are read anyway, by `CheckingReader`.
+
+The trap: torch.save puts a CRC-32 beside everything it writes, but torch.load does not look at it.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
+import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
 VERSION = 1  # of the layout; a reader refuses another
+INDEX_CHECKSUM = "index_crc32"  # key of run.json, for the bytes of .metadata
+COMPLETE = re.compile(r"step-\d+")
 
 
 @dataclass(frozen=True)
@@ -24,6 +36,28 @@ class CheckpointInfo:
     step: int
     model: dict[str, Any]
     extra: dict[str, Any]
+
+
+class CheckingReader(dcp.FileSystemReader):
+    """Reads after having compared the checksums of all that it is asked for: ValueError names a damaged tensor."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            piece = self.storage_data[item.storage_index]
+            with (Path(self.path) / piece.relative_path).open("rb") as file:
+                file.seek(piece.offset)
+                archive = io.BytesIO(file.read(piece.length))
+            try:
+                whole = zipfile.ZipFile(archive).testzip() is None
+            except Exception:  # damage in the archive's own fields raises anything
+                whole = False
+            if not whole:
+                raise ValueError(f"{item.storage_index.fqn} in {piece.relative_path} does not have its checksum")
+        return super().read_data(plan, planner)
+
+
+def checksum(file: Path) -> int:
+    return zlib.crc32(file.read_bytes())
 
 
 def step_of(path: Path) -> int:
@@ -39,7 +73,7 @@ def discard(checkpoint: Path) -> None:
 
 def find_all(folder: str | Path) -> list[Path]:
     """Complete checkpoints in `folder`, oldest first."""
-    found = [path for path in Path(folder).glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    found = [path for path in Path(folder).glob("step-*") if COMPLETE.fullmatch(path.name)]
     return sorted((path for path in found if (path / "run.json").is_file()), key=step_of)
 
 
@@ -76,18 +110,21 @@ def _refuse_damaged(checkpoint: Path) -> None:
 
 
 def damage(checkpoint: Path) -> str:
-    """What is wrong with a checkpoint's files, "" if they are whole: their presence and length, not every byte."""
+    """What is wrong with a checkpoint's files, "" if they are whole: presence, length and index, not every byte."""
     try:
-        _read_run(checkpoint)
+        run = _read_run(checkpoint)
     except (ValueError, KeyError, TypeError) as error:
         return f"run.json cannot be read ({error!r})"
+    if COMPLETE.fullmatch(checkpoint.name) and run.get("step", step_of(checkpoint)) != step_of(checkpoint):
+        return f"run.json is of step {run['step']}"
+    needed: dict[str, int] = {}
     try:
-        pieces = dcp.FileSystemReader(checkpoint).read_metadata().storage_data.values()
+        if run.get(INDEX_CHECKSUM) not in (None, checksum(checkpoint / ".metadata")):  # None: written before 2026-12
+            return "its index .metadata does not have its checksum"
+        for piece in dcp.FileSystemReader(checkpoint).read_metadata().storage_data.values():
+            needed[piece.relative_path] = max(needed.get(piece.relative_path, 0), piece.offset + piece.length)
     except Exception as error:  # unpickling raises anything
         return f"its index .metadata cannot be read ({error})"
-    needed: dict[str, int] = {}
-    for piece in pieces:
-        needed[piece.relative_path] = max(needed.get(piece.relative_path, 0), piece.offset + piece.length)
     for name, size in sorted(needed.items()):
         file = checkpoint / name
         if not file.is_file():

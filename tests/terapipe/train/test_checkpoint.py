@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import re
 import shutil
 import socket
 import traceback
@@ -239,6 +241,48 @@ def test_a_full_disk_is_one_readable_error(tmp_path: Path, monkeypatch: pytest.M
         checkpoint.save(tmp_path, optimizer=stage(ALL), model=CONFIG, ties=TIES)
 
 
+def _flip(file: Path, position: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[position] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_flipped_bit_is_told_or_of_no_effect(tmp_path: Path) -> None:
+    run = stage(ALL)
+    train(run, 2)
+    path = checkpoint.save(tmp_path, optimizer=run, model=CONFIG, ties=TIES)
+    file = next(path.glob("*.distcp"))
+    other = stage(ALL, seed=7)
+    saved, told = state(run), 0
+    for position in range(0, file.stat().st_size, file.stat().st_size // 61):
+        _flip(file, position)
+        try:
+            checkpoint.load(path, optimizer=other, model=CONFIG, ties=TIES)
+        except RuntimeError as error:
+            assert re.search(r"reading .* failed \(rank 0: .*\); use another one", str(error), re.DOTALL)
+            told += "does not have its checksum" in str(error)
+        else:
+            assert_same(state(other), saved)
+            other = stage(ALL, seed=7)
+        _flip(file, position)
+    assert told > 20
+    weight = file.read_bytes().index(run.masters["blocks.0.query.weight"].detach().numpy().tobytes())
+    _flip(file, weight)
+    with pytest.raises(RuntimeError, match=r"model.blocks.0.query.weight in __0_0.distcp does not have its checksum"):
+        checkpoint.load_layers(path)
+
+
+def test_a_checkpoint_without_a_sum_of_its_index_still_loads(tmp_path: Path) -> None:
+    run = stage(["head"])
+    path = checkpoint.save(tmp_path, optimizer=run, model=CONFIG)
+    written = json.loads((path / "run.json").read_text())
+    del written["index_crc32"]
+    (path / "run.json").write_text(json.dumps(written))
+    assert checkpoint.load(path, optimizer=run, model=CONFIG).path == path
+    _flip(path / ".metadata", (path / ".metadata").read_bytes().index(b"relative_path"))
+    assert "its index .metadata cannot be read" in checkpoint.damage(path)
+
+
 def _cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
@@ -247,7 +291,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "cut": (lambda path: _cut(next(path.glob("*.distcp"))), r"distcp has \d+ of \d+ bytes"),
     "missing": (lambda path: next(path.glob("*.distcp")).unlink(), r"distcp is missing"),
     "no index": (lambda path: (path / ".metadata").unlink(), r"its index .metadata cannot be read"),
-    "bad index": (lambda path: _cut(path / ".metadata"), r"its index .metadata cannot be read"),
+    "bad index": (lambda path: _cut(path / ".metadata"), r"its index .metadata does not have its checksum"),
+    "another index": (
+        lambda path: _flip(path / ".metadata", (path / ".metadata").read_bytes().index(b"relative_path")),
+        r"its index .metadata does not have its checksum",
+    ),
+    "another step": (
+        lambda path: (path / "run.json").write_text((path / "run.json").read_text().replace('"step": ', '"step": 1')),
+        r"run.json is of step 1\d",
+    ),
     "bad run.json": (lambda path: (path / "run.json").write_text('{"version": 1, "st'), r"run.json cannot be read"),
     "poor run.json": (
         lambda path: (path / "run.json").write_text('{"version": 1}'),
