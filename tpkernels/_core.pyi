@@ -58,6 +58,24 @@ def attention_backward(
 
 Rows = tuple[int, int]
 
+class Block:
+    def __init__(
+        self,
+        sgemm: int,
+        hidden: int,
+        query_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        ffn: int,
+        rms: bool,
+        gated: bool,
+        eps: float,
+    ) -> None: ...
+    def saved_floats(self, batch: int, tokens: int) -> int: ...
+    def scratch_floats(self, batch: int, tokens: int) -> int: ...
+    def forward(self, *arguments: Any) -> None: ...
+    def backward(self, *arguments: Any) -> None: ...
+
 def norm_forward(
     dtype: int,
     rms: bool,

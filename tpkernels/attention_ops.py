@@ -51,7 +51,7 @@ _SETTINGS = (
 )
 
 
-class _Slice(NamedTuple):
+class Slice(NamedTuple):
     """Tokens [start, end) of a sequence."""
 
     start: int
@@ -90,16 +90,12 @@ def _forward(
     """-> out [B, T, Hq, Dv], lse [B, Hq, T], record int64 CPU [start, cache generation]."""
     settings = Settings(*scalars)
     batch, tokens, query_heads, _ = q.shape
-    generation = 0
-    append = False
     if position is None:
-        piece = _Slice(k.shape[1] - tokens, k.shape[1])
+        piece, append, generation = Slice(k.shape[1] - tokens, k.shape[1]), False, 0
     else:
         assert progress is not None and cache_k is not None and cache_v is not None
-        piece = _placed(position, start, tokens)
-        append = _is_append(piece, position, progress, capacity=cache_k.shape[1])
-        generation = int(position[GENERATION])
-    mask = _raw_mask(settings, document_starts, piece, batch)
+        piece, append, generation = place(position, progress, start, tokens, capacity=cache_k.shape[1])
+    mask = raw_mask(settings, document_starts, piece, batch)
     backend = backends.select(_call(q, k, v, sinks, mask, settings), settings.backend)
 
     if cache_k is not None and cache_v is not None:
@@ -122,10 +118,9 @@ def _forward(
                 lse=lse,
                 settings=_raw_settings(settings, piece, mask, sinks),
             )
-    if append and tokens:
+    if append:
         assert position is not None
-        position[LENGTH] = piece.end
-        position[SLICE_STARTS + piece.end] = piece.start
+        appended(position, piece)
     return out, lse, torch.tensor([piece.start, generation], dtype=torch.int64)
 
 
@@ -140,20 +135,42 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]
     return q.new_empty(batch, tokens, query_heads, v.shape[3]), lse, record
 
 
-def _placed(position: Tensor, start: int | None, tokens: int) -> _Slice:
+class Placed(NamedTuple):
+    """Where a slice goes, whether it is written there (`append`) or is there already, and the cache's generation."""
+
+    piece: Slice
+    append: bool
+    generation: int
+
+
+def place(position: Tensor, progress: Tensor, start: int | None, tokens: int, *, capacity: int) -> Placed:
+    """Where the slice goes, by default behind the cache's tokens; ValueError where it cannot. Moves nothing."""
+    piece = _placed(position, start, tokens)
+    append = _is_append(piece, position, progress, capacity=capacity)
+    return Placed(piece, append, int(position[GENERATION]))
+
+
+def appended(position: Tensor, piece: Slice) -> None:
+    """The slice is in the cache now."""
+    if piece.start < piece.end:
+        position[LENGTH] = piece.end
+        position[SLICE_STARTS + piece.end] = piece.start
+
+
+def _placed(position: Tensor, start: int | None, tokens: int) -> Slice:
     """The slice's range; by default it is appended."""
     if start is not None:
-        return _Slice(start, start + tokens)
+        return Slice(start, start + tokens)
     if torch._C._current_graph_task_id() != -1:  # as torch.utils.checkpoint tells that a backward is running
         raise ValueError(
             "prefix_attention: a slice is recomputed inside a backward (activation checkpointing), where its place is "
             "not the cache's length any more; pass start= to prefix_attention"
         )
     length = int(position[LENGTH])
-    return _Slice(length, length + tokens)
+    return Slice(length, length + tokens)
 
 
-def _is_append(piece: _Slice, position: Tensor, progress: Tensor, *, capacity: int) -> bool:
+def _is_append(piece: Slice, position: Tensor, progress: Tensor, *, capacity: int) -> bool:
     """True: the slice is written behind the cache's tokens. False: they hold it already (a recomputation)."""
     length = int(position[LENGTH])
     if piece.start < 0:
@@ -221,22 +238,22 @@ def _backward(
     settings = Settings(*scalars)
     start, generation = record.tolist()
     cached = position is not None
-    piece = _Slice(start, start + q.shape[1] if cached else k.shape[1])
+    piece = Slice(start, start + q.shape[1] if cached else k.shape[1])
     if cached and piece.start == piece.end:  # it has no place in the order of slices: nothing to check, nothing to add
         return q.new_empty(q.shape), k.new_empty(k[:, :0].shape), v.new_empty(v[:, :0].shape), _new_dsinks(q, sinks)
     first = False
     if cached:
         assert position is not None and progress is not None and state is not None
-        first = _is_first_backward(piece, generation, position, progress, state)
+        first = starts_backward(piece, generation, position, progress, state)
         k, v = k[:, : piece.end], v[:, : piece.end]
-    mask = _raw_mask(settings, document_starts, piece, q.shape[0])
+    mask = raw_mask(settings, document_starts, piece, q.shape[0])
     backend = backends.select(_call(q, k, v, sinks, mask, settings), settings.backend)
 
     if cached:
         assert position is not None and dk_sum is not None and dv_sum is not None and state is not None
         dk, dv = dk_sum[:, : piece.end], dv_sum[:, : piece.end]
         if first:
-            _claim(state, position, dk, dv)
+            claim(state, position, dk, dv)
     else:
         dk = torch.zeros(k.shape, dtype=accumulator_dtype(k.dtype), device=k.device)
         dv = torch.zeros(v.shape, dtype=accumulator_dtype(v.dtype), device=v.device)
@@ -262,10 +279,7 @@ def _backward(
     if not cached:
         return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks
     assert progress is not None and state is not None
-    progress[BACKWARD_END] = piece.start
-    progress[BACKWARD_GENERATION] = generation
-    if piece.start == 0:
-        state[OWNER] = 0
+    gone_back(piece, generation, progress, state)
     # These rows are final, because every later slice has added to them; rounded once.
     return dq, _rounded_copy(dk[:, piece.start :], k.dtype), _rounded_copy(dv[:, piece.start :], v.dtype), dsinks
 
@@ -293,8 +307,8 @@ def _(
     return q.new_empty(q.shape), dk, dv, _new_dsinks(q, sinks)
 
 
-def _is_first_backward(piece: _Slice, generation: int, position: Tensor, progress: Tensor, state: Tensor) -> bool:
-    """Whether a sweep of backwards starts here, at the last slice; else it goes on."""
+def starts_backward(piece: Slice, generation: int, position: Tensor, progress: Tensor, state: Tensor) -> bool:
+    """Whether a sweep of backwards starts here, at the last slice; else it goes on. ValueError out of order."""
     length, current, identity = (int(position[slot]) for slot in (LENGTH, GENERATION, IDENTITY))
     owner, preloaded = state.tolist()
     if generation != current:
@@ -307,7 +321,7 @@ def _is_first_backward(piece: _Slice, generation: int, position: Tensor, progres
     first = piece.end == length and next_end in (length, 0)
     if not first and piece.end != next_end:
         expected_end = next_end or length
-        expected = _Slice(int(position[SLICE_STARTS + expected_end]), expected_end)
+        expected = Slice(int(position[SLICE_STARTS + expected_end]), expected_end)
         raise ValueError(
             f"prefix_attention: backward of slice {piece} out of order: the next is that of slice {expected}; run the "
             "backward of the slices last to first, each once"
@@ -332,13 +346,22 @@ def _is_first_backward(piece: _Slice, generation: int, position: Tensor, progres
     return first
 
 
-def _claim(state: Tensor, position: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """Start the sums: zero, but for preloaded rows; the accumulator is this cache's until its first slice is done."""
+def claim(state: Tensor, position: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """Start the sums [batch, keys of the cache, kv_heads, dim]: zero, but for preloaded rows; the accumulator is this
+    cache's until its first slice is done."""
     preloaded = int(state[PRELOADED])
     dk[:, preloaded:].zero_()
     dv[:, preloaded:].zero_()
     state[OWNER] = position[IDENTITY]
     state[PRELOADED] = 0
+
+
+def gone_back(piece: Slice, generation: int, progress: Tensor, state: Tensor) -> None:
+    """The slice's backward has run."""
+    progress[BACKWARD_END] = piece.start
+    progress[BACKWARD_GENERATION] = generation
+    if piece.start == 0:
+        state[OWNER] = 0
 
 
 def _rounded_copy(sums: Tensor, dtype: torch.dtype) -> Tensor:
@@ -403,11 +426,11 @@ def _call(
     )
 
 
-def _raw_settings(settings: Settings, piece: _Slice, mask: RawMask, sinks: Tensor | None) -> RawSettings:
+def _raw_settings(settings: Settings, piece: Slice, mask: RawMask, sinks: Tensor | None) -> RawSettings:
     return RawSettings(piece.start, mask, settings.scale, settings.softcap, sinks, settings.deterministic)
 
 
-def _raw_mask(settings: Settings, document_starts: Tensor | None, piece: _Slice, batch: int) -> RawMask:
+def raw_mask(settings: Settings, document_starts: Tensor | None, piece: Slice, batch: int) -> RawMask:
     """The mask of the slice's query rows. Rows before position 0 (more queries than keys) see no key anyway."""
     rows = None
     if document_starts is not None:

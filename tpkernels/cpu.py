@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tpkernels import _core
 from tpkernels.backends import AttentionCall, RawSettings
+from tpkernels.mask import RawMask
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_HEAD_DIM = 256
@@ -49,12 +50,12 @@ class CpuBackend:
         _core.attention_forward(
             dtype=_DTYPE_CODES[q.dtype],
             sizes=_sizes(q, v),
-            q=_view(q),
-            k=_view(k),
-            v=_view(v),
-            out=_view(out),
+            q=view(q),
+            k=view(k),
+            v=view(v),
+            out=view(out),
             lse=lse.data_ptr(),
-            mask=_mask(settings),
+            mask=mask_sizes(settings.mask, settings.start),
             scale=settings.scale,
             softcap=settings.softcap,
             sinks=_address(sinks),
@@ -81,17 +82,17 @@ class CpuBackend:
         _core.attention_backward(
             dtype=_DTYPE_CODES[q.dtype],
             sizes=_sizes(q, v),
-            dout=_view(dout),
-            q=_view(q),
-            k=_view(k),
-            v=_view(v),
-            out=_view(out),
+            dout=view(dout),
+            q=view(q),
+            k=view(k),
+            v=view(v),
+            out=view(out),
             lse=lse.data_ptr(),
-            dq=_view(dq),
-            dk=_view(dk),
-            dv=_view(dv),
+            dq=view(dq),
+            dk=view(dk),
+            dv=view(dv),
             dsinks=_address(dsinks),
-            mask=_mask(settings),
+            mask=mask_sizes(settings.mask, settings.start),
             scale=settings.scale,
             softcap=settings.softcap,
             sinks=_address(sinks),
@@ -103,7 +104,8 @@ class CpuBackend:
         return _core.backward_query_tokens(call.query_heads // call.kv_heads)
 
 
-def _view(tensor: Tensor) -> tuple[int, int, int, int]:
+def view(tensor: Tensor) -> tuple[int, int, int, int]:
+    """[batch, tokens, heads, dim] as the extension takes it: address and strides in elements."""
     batch, token, head, element = tensor.stride()
     assert element == 1 or tensor.shape[3] == 1, "the last dimension is contiguous (attention.py sees to it)"
     return (tensor.data_ptr(), batch, token, head)
@@ -115,11 +117,11 @@ def _sizes(q: Tensor, v: Tensor) -> tuple[int, int, int, int, int, int, int]:
     return (batch, tokens, keys, query_heads, kv_heads, head_dim, value_head_dim)
 
 
-def _mask(settings: RawSettings) -> tuple[int, int, int, int, int, int]:
-    mask = settings.mask
+def mask_sizes(mask: RawMask, start: int) -> tuple[int, int, int, int, int, int]:
+    """The mask of query rows from position `start` on, as the extension takes it."""
     documents = mask.document_starts
     batch_stride = 0 if documents is None else documents.stride(0)
-    return (settings.start, int(mask.causal), mask.window_left, mask.window_right, _address(documents), batch_stride)
+    return (start, int(mask.causal), mask.window_left, mask.window_right, _address(documents), batch_stride)
 
 
 def _fp32(tensor: Tensor | None) -> Tensor | None:

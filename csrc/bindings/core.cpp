@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bindings/attention_arguments.h"
+#include "bindings/block.h"
 #include "bindings/links.h"
 #include "cpu/attention.h"
 #include "cpu/cpu_features.h"
@@ -66,6 +67,7 @@ PYBIND11_MODULE(_core, m) {
     return names;
   });
   m.def("isa_level", [] { return std::string(tpk::cpu::name_of(tpk::cpu::chosen_isa_level())); });
+  bind_block(m);
   bind_fused(m);
   m.def("backward_query_tokens", &tpk::backward_query_tokens, py::arg("group"));
   m.def("attention_forward", &forward, py::kw_only(), py::arg("dtype"), py::arg("sizes"), py::arg("q"), py::arg("k"), py::arg("v"),

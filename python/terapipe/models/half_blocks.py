@@ -76,7 +76,7 @@ def norm_linears(
 
     Those are [batch, tokens, out], with head_dim [batch, tokens, heads, head_dim]. turns, complex [batch or 1, tokens,
     1, head_dim / 2], turn the first two (q and k)."""
-    parameters = _parameters(hidden, norm, *linears)
+    parameters = parameters_of(hidden, norm, *linears)
     if parameters is not None:
         outputs: tuple[Tensor, ...] = _NormLinears.run(hidden, (norm, entry), head_dim, turns, *parameters)
         return outputs
@@ -91,7 +91,7 @@ def norm_linears(
 
 def add_linear(residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
     """residual + linear(x); x [batch, tokens, ...] is flattened behind its tokens."""
-    parameters = _parameters(x, linear)
+    parameters = parameters_of(x, linear)
     if parameters is not None and type(residual) is Tensor and residual.dtype == x.dtype:
         out: Tensor = _AddLinear.run(residual, x, *parameters)
         return out
@@ -102,7 +102,7 @@ def mlp(hidden: Tensor, norm: Norm, gate: Linear | None, up: Linear, down: Linea
     """hidden + down(silu(gate(norm)) * up(norm)) of its norm; without gate hidden + down(gelu_tanh(up(norm))).
 
     out: adds the two summands [batch, tokens, hidden] in memory of its own, without a gradient, that nothing saves."""
-    parameters = _parameters(hidden, norm, gate, up, down)
+    parameters = parameters_of(hidden, norm, *([] if gate is None else [gate]), up, down)
     if parameters is not None:
         result: Tensor = _Mlp.run(hidden, (norm.eps, norm.rms, out), *parameters)
         return result
@@ -110,14 +110,15 @@ def mlp(hidden: Tensor, norm: Norm, gate: Linear | None, up: Linear, down: Linea
     return hidden + down(fused.gelu_tanh(up(normed)) if gate is None else fused.swiglu(gate(normed), up(normed)))
 
 
-def _parameters(hidden: Tensor, *modules: nn.Module | None) -> list[Any] | None:
+def parameters_of(hidden: Tensor, *modules: nn.Module | None) -> list[Any] | None:
     """Weight and bias of each module, if the piece may run as one autograd.Function: plain eager CPU tensors of one
-    dtype, and modules whose own forward nobody replaced or watches."""
+    dtype, and modules whose own forward nobody replaced or watches. A module that is None has neither."""
     if not hidden.is_cpu or hidden.dim() < 3:
         return None
     found: list[Any] = []
     for module in modules:
         if module is None:
+            found += (None, None)
             continue
         if type(module) not in (Norm, Linear) or _hooked(module):
             return None
@@ -132,7 +133,7 @@ def _hooked(module: nn.Module) -> bool:
     )
 
 
-class _Piece(torch.autograd.Function):
+class Piece(torch.autograd.Function):
     """What the pieces share. `run` is `apply` without its look for functorch, which `fused.eager` has done."""
 
     @classmethod
@@ -148,7 +149,7 @@ class _Piece(torch.autograd.Function):
             )
 
 
-class _NormLinears(_Piece):
+class _NormLinears(Piece):
     """(hidden, (norm, entry), head_dim, turns, weight and bias of the norm and each linear) -> (hidden, *outputs)."""
 
     @staticmethod
@@ -182,7 +183,7 @@ class _NormLinears(_Piece):
 
     @staticmethod
     def backward(ctx: Any, dhidden: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        _Piece.refuse_second_derivative()
+        Piece.refuse_second_derivative()
         x, normed, mean, rstd, norm_weight, norm_bias, *parameters = ctx.saved_tensors
         needs = ctx.needs_input_grad
         of_normed: Tensor | None = None
@@ -201,7 +202,7 @@ class _NormLinears(_Piece):
         return (None if dx is None else dx.view(ctx.shape), None, None, None, *of_norm, *of_parameters)
 
 
-class _AddLinear(_Piece):
+class _AddLinear(Piece):
     @staticmethod
     def forward(ctx: Any, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows = x.reshape(-1, weight.shape[1])
@@ -211,7 +212,7 @@ class _AddLinear(_Piece):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        _Piece.refuse_second_derivative()
+        Piece.refuse_second_derivative()
         x, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad
         rows = as_rows(dout)
@@ -219,7 +220,7 @@ class _AddLinear(_Piece):
         return (dout if needs[0] else None, of_x, *_parameter_gradients(rows, x, weight, needs[2:]))
 
 
-class _Mlp(_Piece):
+class _Mlp(Piece):
     """(hidden, (eps, rms), weight and bias of the norm, of gate, if there is one, of up and of down)."""
 
     @staticmethod
@@ -245,7 +246,7 @@ class _Mlp(_Piece):
 
     @staticmethod
     def backward(ctx: Any, dhidden: Tensor) -> tuple[Tensor | None, ...]:
-        _Piece.refuse_second_derivative()
+        Piece.refuse_second_derivative()
         x, normed, mean, rstd, norm_weight, norm_bias, *rest = ctx.saved_tensors
         inner, (*into, (down, _)) = rest[: ctx.linears], _pairs(rest[ctx.linears :])
         needs = ctx.needs_input_grad

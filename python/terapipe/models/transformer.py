@@ -24,7 +24,9 @@ from terapipe.models.config import EMBEDDING, HEAD, ModelConfig, tied_parameters
 from terapipe.models.half_blocks import Entry, Norm, Out, add_linear, mlp, norm_linears
 from terapipe.models.linear import Linear
 from terapipe.models.rotary import RotaryAngles
+from terapipe.models.whole_block import whole_block
 from tpkernels import Mask, PrefixCache, prefix_attention
+from tpkernels.block import BlockShape
 
 __all__ = ["Block", "Embedding", "Head", "layers", "tied_parameters"]
 
@@ -62,7 +64,16 @@ class Block(nn.Module):
         super().__init__()
         linear = partial(Linear, bias=config.bias, dtype=dtype, device=device)
         hidden, query, keys = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.kv_heads, self.head_dim = config.kv_heads, config.head_dim
+        self.shape = BlockShape(
+            config.hidden,
+            config.heads,
+            config.kv_heads,
+            config.head_dim,
+            config.ffn_hidden,
+            rms=config.norm == "rmsnorm",
+            gated=config.mlp == "swiglu",
+            eps=config.norm_eps,
+        )
         self.angles = angles
         self.attention_norm = make_norm(config, dtype=dtype, device=device)
         self.query = linear(hidden, query)
@@ -89,7 +100,13 @@ class Block(nn.Module):
     ) -> PrefixCache:
         """The prefix cache of one micro: `capacity` tokens of `batch` sequences. Micros may share the accumulator."""
         return PrefixCache(
-            batch, capacity, self.kv_heads, self.head_dim, dtype=dtype, device=device, accumulator=accumulator
+            batch,
+            capacity,
+            self.shape.kv_heads,
+            self.shape.head_dim,
+            dtype=dtype,
+            device=device,
+            accumulator=accumulator,
         )
 
     def forward(
@@ -104,9 +121,12 @@ class Block(nn.Module):
     ) -> Tensor:
         """entry, out: the first and last op are a link's, where the layer begins or ends a stage."""
         turns = None if self.angles is None else self.angles(positions, dtype=hidden.dtype)
+        whole = whole_block(self, hidden, cache, mask, turns, entry=entry, out=out)
+        if whole is not None:
+            return whole
         linears = (self.query, self.key, self.value)
         hidden, q, k, v = norm_linears(
-            hidden, self.attention_norm, linears, head_dim=self.head_dim, turns=turns, entry=entry
+            hidden, self.attention_norm, linears, head_dim=self.shape.head_dim, turns=turns, entry=entry
         )
         hidden = add_linear(hidden, prefix_attention(q, k, v, cache, mask=mask), self.output)
         return mlp(hidden, self.mlp_norm, self.gate, self.up, self.down, out=out)

@@ -1,0 +1,72 @@
+// cpu/block.h: a whole pre-norm transformer block over one slice, forward and backward, in fp32: the kernels of this folder, and between
+// them the GEMMs of whatever BLAS the caller brings. One call, since what a slice costs beyond its arithmetic is the many small calls.
+// Rows are tokens, batch-major; every tensor here is contiguous but for the cache and the sums of its gradients. Trap: BLAS has its own
+// idea of threads; the caller sees to it that it agrees with num_threads.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "fused.h"
+#include "tpk/attention_params.h"
+
+namespace tpk::cpu {
+
+// sgemm_ of the Fortran interface. Sizes are passed as 64-bit integers, which on a little-endian machine a BLAS of either width reads.
+using Sgemm = void (*)(const char* transpose_a, const char* transpose_b, const int64_t* m, const int64_t* n, const int64_t* k,
+                       const float* alpha, const float* a, const int64_t* lda, const float* b, const int64_t* ldb, const float* beta,
+                       float* c, const int64_t* ldc);
+
+struct BlockShape {
+  int64_t hidden = 0, query_heads = 0, kv_heads = 0, head_dim = 0, ffn = 0;
+  bool rms = false, gated = false; // RMSNorm or LayerNorm; silu(gate) * up or gelu(up)
+  float eps = 0.0f;
+  int64_t batch = 0, tokens = 0;
+
+  int64_t rows() const { return batch * tokens; }
+  int64_t query() const { return query_heads * head_dim; }
+  int64_t keys() const { return kv_heads * head_dim; }
+};
+
+// One value for each parameter of a block; null where it has none, or its gradient is not wanted.
+template <class Value> struct OfModule {
+  Value *weight = nullptr, *bias = nullptr;
+};
+template <class Value> struct OfBlock {
+  OfModule<Value> attention_norm, query, key, value, output, mlp_norm, gate, up, down;
+};
+
+// A norm's output and statistics, where somebody else has computed them.
+struct Normed {
+  float *out = nullptr, *mean = nullptr, *rstd = nullptr;
+};
+
+// What forward and backward share. saved: block_saved_floats of memory that forward fills and backward reads.
+struct BlockCall {
+  Sgemm sgemm = nullptr;
+  BlockShape shape;
+  OfBlock<const float> parameters;
+  const float* x = nullptr;     // [rows, hidden]
+  Normed normed;                // of x; out null: forward computes it
+  const float* turns = nullptr; // [turn_rows, head_dim] as cos, sin, ..., or null
+  int64_t turn_rows = 0;
+  TensorView cache_k, cache_v;
+  MaskIntervals mask; // its start is the slice's place in the cache, its keys that plus tokens
+  float scale = 1.0f;
+  float *saved = nullptr, *scratch = nullptr;
+  int64_t num_threads = 1;
+};
+
+int64_t block_saved_floats(const BlockShape&);
+int64_t block_scratch_floats(const BlockShape&);
+
+// out [rows, hidden]: x + attention + mlp; with apart the last summand alone, and the sum of the first two begins saved. append: k and v
+// of the slice are written to the cache, else they are there already.
+void block_forward(const BlockCall&, bool append, bool apart, float* out);
+
+// dx [rows, hidden], may not be dout. Adds into gradients, and into sums_k and sums_v for every key the slice saw; the slice's own rows
+// of them are final.
+void block_backward(const BlockCall&, const OfBlock<float>& gradients, const TensorView& sums_k, const TensorView& sums_v,
+                    const float* dout, float* dx);
+
+} // namespace tpk::cpu

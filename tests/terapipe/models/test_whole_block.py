@@ -1,0 +1,187 @@
+"""A block as one node against its pieces: the same bits, and where it steps aside."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from terapipe.models import ModelConfig, layers, transformer
+from terapipe.models.half_blocks import Entry
+from terapipe.models.linear import IN_PLACE
+from terapipe.models.transformer import Block
+from tpkernels import Mask, PrefixCache, block
+from tpkernels.fused import norm_forward
+
+LLAMA = ModelConfig(
+    vocab=11, hidden=24, layers=1, heads=4, kv_heads=2, head_dim=6, ffn_hidden=20, max_tokens=99, position="rope",
+    norm="rmsnorm", mlp="swiglu", bias=False, tied_embeddings=False,
+)  # fmt: skip
+GPT = replace(LLAMA, kv_heads=4, position="learned", norm="layernorm", mlp="gelu", bias=True)
+SLICES = (13, 1, 6)
+
+
+@pytest.fixture(autouse=True)
+def _needs_blas() -> None:
+    if not block._sgemm():
+        pytest.skip("torch's CPU library gives no sgemm_ here")
+
+
+def make(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Block:
+    found = layers(config, seed=5, dtype=dtype)["blocks.0"]()
+    assert isinstance(found, Block)
+    return found
+
+
+def run(
+    made: nn.Module, *, batch: int = 2, owned: bool = False, dtype: torch.dtype = torch.float32, forwards: int = 1
+) -> tuple[dict[str, Tensor], str]:
+    """Values and gradients over all slices, and the name of the output's node."""
+    torch.manual_seed(1)
+    for parameter in made.parameters():
+        setattr(parameter, IN_PLACE, owned)
+    tokens = sum(SLICES)
+    mask = Mask.from_documents([[7, tokens - 7]] * batch)
+    cache = made.make_cache(batch, tokens, dtype, "cpu")  # type: ignore[operator]
+    hidden = torch.randn(batch, tokens, LLAMA.hidden, dtype=dtype)
+    inputs = [piece.requires_grad_() for piece in hidden.split(SLICES, 1)]  # not contiguous
+    outs, start = [], 0
+    for piece in inputs:
+        positions = mask.positions(start, piece.shape[1])
+        outs.append(made(piece, cache, mask, positions))
+        start += piece.shape[1]
+    for out in reversed(outs):
+        (out * torch.arange(out.numel()).view(out.shape).sin()).sum().backward()
+    found = {f"out{index}": out.detach() for index, out in enumerate(outs)}
+    found |= {f"dx{index}": piece.grad for index, piece in enumerate(inputs) if piece.grad is not None}
+    found |= {name: parameter.grad for name, parameter in made.named_parameters() if parameter.grad is not None}
+    return found, type(outs[0].grad_fn).__name__
+
+
+def pieces(monkeypatch: pytest.MonkeyPatch, made: nn.Module, **options: Any) -> dict[str, Tensor]:
+    with monkeypatch.context() as patched:
+        patched.setattr(transformer, "whole_block", lambda *_, **__: None)
+        found, node = run(made, **options)
+    assert node == "_MlpBackward"
+    return found
+
+
+@pytest.mark.parametrize("owned", [False, True], ids=["autograd", "in place"])
+@pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt"])
+def test_the_bits_are_those_of_the_pieces(monkeypatch: pytest.MonkeyPatch, config: ModelConfig, owned: bool) -> None:
+    got, node = run(make(config), owned=owned)
+    expected = pieces(monkeypatch, make(config), owned=owned)
+    assert node == "_WholeBlockBackward" and got.keys() == expected.keys()
+    for name, value in expected.items():
+        if name.endswith("bias"):  # summed by another routine
+            torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-5, msg=name)
+        else:
+            assert torch.equal(got[name], value), name
+
+
+def test_frozen_parameters_get_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen = ("query.weight", "down.bias", "mlp_norm.weight")
+    made = make(GPT)
+    for name, parameter in made.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    got, _ = run(made)
+    assert not got.keys() & set(frozen)
+    for name, value in pieces(monkeypatch, copy.deepcopy(make(GPT))).items():
+        assert name in frozen or torch.allclose(got[name], value, rtol=1e-5, atol=1e-5), name
+
+
+def _hook(made: Block) -> None:
+    made.up.register_forward_hook(lambda *_: None)
+
+
+def _subclass(made: Block) -> None:
+    made.make_cache = lambda batch, capacity, dtype, device: type("Own", (PrefixCache,), {})(  # type: ignore[assignment]
+        batch, capacity, made.shape.kv_heads, made.shape.head_dim, dtype=dtype, device=device
+    )
+
+
+def _strided(made: Block) -> None:
+    made.down.weight = nn.Parameter(made.down.weight.detach().t().contiguous().t())
+
+
+def _double(made: Block) -> None:
+    made.up = nn.Linear(LLAMA.hidden, LLAMA.ffn_hidden, bias=False)  # type: ignore[assignment]
+    made.up.weight = nn.Parameter(make(LLAMA).up.weight.detach().clone())
+
+
+@pytest.mark.parametrize("change", [_hook, _subclass, _strided, _double])
+def test_what_one_call_cannot_compute_runs_as_pieces(change: Callable[[Block], None]) -> None:
+    expected, _ = run(make(LLAMA))
+    made = make(LLAMA)
+    change(made)
+    got, node = run(made)
+    assert node != "_WholeBlockBackward"
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's, about its own rms_norm
+def test_other_dtypes_and_backends_and_autocast_run_as_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(make(LLAMA, torch.bfloat16), dtype=torch.bfloat16)[1] == "_MlpBackward"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert "Whole" not in run(make(LLAMA), dtype=torch.bfloat16)[1]
+    monkeypatch.setenv("TPK_BACKEND", "reference")
+    assert run(make(LLAMA))[1] == "_MlpBackward"
+
+
+def test_what_a_link_knows_and_wants_is_used() -> None:
+    made = make(LLAMA)
+    cache, mask = made.make_cache(1, 5, torch.float32, "cpu"), Mask()
+    positions = mask.positions(0, 5)
+    hidden = torch.randn(1, 5, LLAMA.hidden, requires_grad=True)
+    norm = made.attention_norm
+    values = norm_forward(hidden.detach()[0], norm.weight, None, eps=norm.eps, rms=True)
+    memory = torch.full_like(hidden, torch.nan)
+    summands = []
+
+    def add(x: Tensor, residual: Tensor) -> Tensor:
+        summands.append((x.clone(), residual.clone()))
+        return x + residual
+
+    out = made(hidden, cache, mask, positions, entry=Entry(values, lambda: memory), out=add)
+    (x, residual), *more = summands
+    assert not more and torch.equal(out, x + residual)
+    out.sum().backward()
+    assert hidden.grad is not None and torch.equal(hidden.grad, memory) and hidden.grad.data_ptr() == memory.data_ptr()
+    values.out.mul_(2)  # another norm, another result: it is not computed again
+    cache.reset()
+    assert not torch.equal(made(hidden, cache, mask, positions, entry=Entry(values), out=add), out)
+    cache.reset()
+    odd = Entry(None, lambda: torch.empty(3))  # memory that does not fit is left alone
+    grad = hidden.grad.clone()
+    hidden.grad = None
+    made(hidden, cache, mask, positions, entry=odd).sum().backward()
+    torch.testing.assert_close(hidden.grad, grad)
+
+
+def test_a_graph_runs_twice_and_second_derivatives_are_refused() -> None:
+    made = make(LLAMA)
+    mask = Mask()
+    cache = made.make_cache(1, 5, torch.float32, "cpu")
+    hidden = torch.randn(1, 5, LLAMA.hidden, requires_grad=True)
+    loss = made(hidden, cache, mask, mask.positions(0, 5)).square().sum()
+    first = torch.autograd.grad(loss, hidden, retain_graph=True)[0]
+    assert torch.equal(first, torch.autograd.grad(loss, hidden, retain_graph=True)[0])
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+def test_an_input_changed_before_the_backward_is_noticed() -> None:
+    made, mask = make(LLAMA), Mask()
+    hidden = torch.randn(1, 5, LLAMA.hidden, requires_grad=True)
+    moved = hidden * 1
+    loss = made(moved, made.make_cache(1, 5, torch.float32, "cpu"), mask, mask.positions(0, 5)).sum()
+    moved.data.add_(0)  # allowed: no version
+    moved.detach().add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

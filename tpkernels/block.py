@@ -1,0 +1,199 @@
+"""A whole pre-norm transformer block over one slice in one call, forward and backward: fp32 on a CPU.
+
+x [batch, tokens, hidden] -> x + attention(norm(x)) + mlp of that sum's norm, attention behind a prefix in a cache.
+csrc/cpu/block.cpp runs the kernels of `prefix_attention` and `tpkernels.fused` and, between them, the GEMMs of torch's
+own BLAS; the bits are those of the ops one by one, gradients of biases apart. What it saves is some hundred small calls
+a slice, each from a cold cache.
+
+The one trap: raw addresses. Tensors are plain fp32 on the CPU and contiguous, and what forward leaves (`Run`) and its
+inputs must live until the backward; `served` says whether a call may come here at all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tpkernels import backends
+from tpkernels.attention_ops import Settings, Slice, appended, claim, gone_back, place, raw_mask, starts_backward
+from tpkernels.fused_reference import NormValues
+from tpkernels.mask import Mask, RawMask
+from tpkernels.prefix_cache import PrefixCache
+
+try:
+    from tpkernels import _core
+    from tpkernels.cpu import mask_sizes, view
+except ImportError:  # not built
+    _core = None  # type: ignore[assignment]
+
+MODULES = ("attention_norm", "query", "key", "value", "output", "mlp_norm", "gate", "up", "down")
+"""Whose weight and bias `parameters` and `gradients` are, in this order, None where a block has none."""
+
+
+class BlockShape(NamedTuple):
+    """norm: RMSNorm (rms) or LayerNorm with `eps`; mlp: silu(gate) * up (gated) or gelu_tanh(up)."""
+
+    hidden: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    rms: bool
+    gated: bool
+    eps: float
+
+
+class Run(NamedTuple):
+    """What a forward leaves for its backward. normed: of x, if somebody else computed it."""
+
+    saved: Tensor
+    piece: Slice
+    generation: int
+    mask: RawMask
+    turns: Tensor | None
+    normed: NormValues | None
+
+
+def served(shape: BlockShape, mask: Mask) -> bool:
+    """Whether blocks of this shape run here: the extension is built, torch has a BLAS, attention's backend is `cpu`."""
+    documents = mask.document_starts is not None
+    return _served(shape, mask.window != (None, None), documents, os.environ.get("TPK_BACKEND"))
+
+
+@functools.cache
+def _served(shape: BlockShape, window: bool, documents: bool, requested: str | None) -> bool:
+    if _core is None or not _sgemm() or shape.head_dim > 256 or shape.query_heads % shape.kv_heads:
+        return False
+    call = backends.AttentionCall(
+        device_type="cpu",
+        dtype=torch.float32,
+        query_heads=shape.query_heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        value_head_dim=shape.head_dim,
+        window=window,
+        softcap=False,
+        sinks=False,
+        documents=documents,
+        deterministic=False,
+    )
+    return backends.select(call, requested).name == "cpu"
+
+
+@functools.cache
+def _sgemm() -> int:
+    """Address of sgemm_ in the BLAS that torch's CPU library is linked with, once it has multiplied well; 0: none."""
+    library = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
+    try:
+        function: Any = ctypes.CDLL(str(library)).sgemm_
+    except (OSError, AttributeError):
+        return 0
+    a, b, c = torch.arange(6.0), torch.arange(12.0), torch.full((8,), torch.nan)  # columns first: 2 x 3, 3 x 4, 2 x 4
+    sizes = [ctypes.byref(ctypes.c_int64(size)) for size in (2, 4, 3)]
+    one, none = ctypes.byref(ctypes.c_float(1.0)), ctypes.byref(ctypes.c_float(0.0))
+    rows, _, inner = sizes
+    address_a, address_b, address_c = (ctypes.c_void_p(x.data_ptr()) for x in (a, b, c))
+    function(b"N", b"N", *sizes, one, address_a, rows, address_b, inner, none, address_c, rows)
+    right = torch.equal(c.view(4, 2), b.view(4, 3) @ a.view(3, 2))
+    return int(ctypes.cast(function, ctypes.c_void_p).value or 0) if right else 0
+
+
+@functools.cache
+def _kernel(shape: BlockShape) -> _core.Block:
+    return _core.Block(_sgemm(), *shape)
+
+
+def block_forward(
+    shape: BlockShape,
+    x: Tensor,
+    parameters: Sequence[Tensor | None],
+    cache: PrefixCache,
+    mask: Mask,
+    *,
+    turns: Tensor | None,
+    normed: NormValues | None = None,
+    apart: bool = False,
+) -> tuple[Tensor, Run]:
+    """x [batch, tokens, hidden], parameters as MODULES says -> out [batch, tokens, hidden] and what the backward needs.
+
+    turns: complex64 [turn rows, head_dim / 2], contiguous, turn q and k. normed: of x. apart: out is the MLP's summand
+    alone; the other one begins `Run.saved`. ValueError for slices out of order, as prefix_attention."""
+    batch, tokens, _ = x.shape
+    settings = _settings(mask, shape)
+    start = cache.recomputed_start
+    piece, append, generation = place(cache.position, cache.progress, start, tokens, capacity=cache.capacity)
+    rows = raw_mask(settings, mask.document_starts, piece, batch)
+    kernel = _kernel(shape)
+    saved, out = torch.empty(kernel.saved_floats(batch, tokens)), torch.empty_like(x)
+    scratch = torch.empty(kernel.scratch_floats(batch, tokens))
+    run = Run(saved, piece, generation, rows, turns, normed)
+    kernel.forward(*_call(x, parameters, cache, settings.scale, run, scratch), append, apart, out.data_ptr())
+    if append:
+        appended(cache.position, piece)
+    return out, run
+
+
+def block_backward(
+    shape: BlockShape,
+    run: Run,
+    dout: Tensor,
+    x: Tensor,
+    parameters: Sequence[Tensor | None],
+    gradients: Sequence[Tensor | None],
+    cache: PrefixCache,
+    mask: Mask,
+    *,
+    dx: Tensor,
+) -> None:
+    """dout [batch, tokens, hidden] -> dx, contiguous, other memory. Adds into `gradients` (as MODULES says, None: not
+    wanted) and into the cache's accumulator. ValueError for backwards out of order."""
+    accumulator = cache.require_accumulator()
+    dk, dv, state = accumulator.dk, accumulator.dv, accumulator.state
+    if starts_backward(run.piece, run.generation, cache.position, cache.progress, state):
+        claim(state, cache.position, dk[:, : run.piece.end], dv[:, : run.piece.end])
+    kernel = _kernel(shape)
+    scratch = torch.empty(kernel.scratch_floats(*x.shape[:2]))
+    call = _call(x, parameters, cache, _settings(mask, shape).scale, run, scratch)
+    kernel.backward(*call, _addresses(gradients), view(dk), view(dv), dout.data_ptr(), dx.data_ptr())
+    gone_back(run.piece, run.generation, cache.progress, state)
+
+
+def _settings(mask: Mask, shape: BlockShape) -> Settings:
+    return Settings(mask.causal, mask.window_left, mask.window_right, shape.head_dim**-0.5, 0.0, False, "")
+
+
+def _call(
+    x: Tensor, parameters: Sequence[Tensor | None], cache: PrefixCache, scale: float, run: Run, scratch: Tensor
+) -> tuple[Any, ...]:
+    """The arguments that forward and backward share."""
+    batch, tokens, _ = x.shape
+    normed = (0, 0, 0)
+    if run.normed is not None:
+        normed = tuple(0 if each is None else each.data_ptr() for each in run.normed[1:])  # type: ignore[assignment]
+    turns = (0, 0) if run.turns is None else (run.turns.data_ptr(), run.turns.shape[0])
+    return (
+        batch,
+        tokens,
+        _addresses(parameters),
+        x.data_ptr(),
+        normed,
+        turns,
+        view(cache.k),
+        view(cache.v),
+        mask_sizes(run.mask, run.piece.start),
+        scale,
+        run.saved.data_ptr(),
+        scratch.data_ptr(),
+        torch.get_num_threads(),
+    )
+
+
+def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
