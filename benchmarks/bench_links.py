@@ -1,9 +1,10 @@
 """One message at a time from one process to another: how long until the receiver has it, by size and medium.
 
 The receiver already waits when the sender starts the clock; both stamp on the host's common clock, in Python, so the
-links' own calls count. Modes: zero-copy (the sender computed into the slot, the receiver reads it there), copy (put
-copies in), copy-out (and take copies out), woken (zero-copy to a receiver that sleeps instead of spinning); gloo and
-nccl are the `dist` link. `peer` (copy) and nccl go between two GPUs, stamped once the receiver's stream has it; without
+links' own calls count. Modes: fused (the sum that makes the message posts its rows as it goes, `put_sum`; the clock
+starts with the last post), zero-copy (the sender computed into the slot, the receiver reads it there), copy (put copies
+in), copy-out (and take copies out), woken (zero-copy to a receiver that sleeps instead of spinning); gloo and nccl are
+the `dist` link. `peer` (copy) and nccl go between two GPUs, stamped once the receiver's stream has it; without
 GPUs a row says why each was not run. Every message's content is checked before the clock runs.
 
 Run by `terapipe bench links`; it starts its two workers itself, one thread each.
@@ -46,6 +47,7 @@ class Mode:
 
 
 MODES = (
+    Mode("shm", "fused"),
     Mode("shm", "zero-copy"),
     Mode("shm", "copy"),
     Mode("shm", "copy-out"),
@@ -167,7 +169,10 @@ def _measure(mode: Mode, size: int, groups: list[Any]) -> list[Row]:
 def _send(mode: Mode, link: Link, back: Link, keys: list[tuple[int, int, int]], stamps: torch.Tensor) -> None:
     import torch
 
+    from tpkernels.links import ShmLink
+
     x, pause = torch.randn(link.spec.slot_shape, device=link.spec.device), PAUSE_S.get(mode.mode, LEAST_PAUSE_S)
+    nothing = torch.zeros_like(x)
     for index, key in enumerate(keys):
         x[0, 0, 0], x[0, -1, -1] = index, -index
         if mode.reserves:
@@ -176,7 +181,11 @@ def _send(mode: Mode, link: Link, back: Link, keys: list[tuple[int, int, int]], 
         until = time.perf_counter() + pause
         while (began := time.perf_counter()) < until:
             pass
-        link.put(key, slot if mode.reserves else x)
+        if isinstance(link, ShmLink) and mode.mode == "fused":
+            link.put_sum(key, x, nothing)
+            began = link.posted_at
+        else:
+            link.put(key, slot if mode.reserves else x)
         stamps[index] = began
         back.take(key)
         back.release(key)
