@@ -50,10 +50,22 @@ class BlockShape(NamedTuple):
     eps: float
 
 
-class Run(NamedTuple):
-    """What a forward leaves for its backward. normed: of x, if somebody else computed it."""
+@functools.cache
+def parameter_sizes(shape: BlockShape) -> tuple[torch.Size, ...]:
+    """Size of the weight and bias of each of MODULES, in order; gate's also where a block has none."""
+    query, keys = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    linears = {"query": (query, shape.hidden), "key": (keys, shape.hidden), "value": (keys, shape.hidden)}
+    linears |= {"output": (shape.hidden, query), "gate": (shape.ffn, shape.hidden), "up": (shape.ffn, shape.hidden)}
+    linears |= {"down": (shape.hidden, shape.ffn)}
+    weights = [linears.get(name, (shape.hidden,)) for name in MODULES]
+    return tuple(torch.Size(size) for weight in weights for size in (weight, weight[:1]))
 
-    saved: Tensor
+
+class Run(NamedTuple):
+    """What a forward leaves for its backward. saved: what csrc/cpu/block.h calls BlockSaved, first `middle`, which is
+    x + attention. normed: of x, if somebody else computed it."""
+
+    saved: list[Tensor]
     piece: Slice
     generation: int
     mask: RawMask
@@ -124,17 +136,16 @@ def block_forward(
     """x [batch, tokens, hidden], parameters as MODULES says -> out [batch, tokens, hidden] and what the backward needs.
 
     turns: complex64 [turn rows, head_dim / 2], contiguous, turn q and k. normed: of x. apart: out is the MLP's summand
-    alone; the other one begins `Run.saved`. ValueError for slices out of order, as prefix_attention."""
+    alone; the other one is `Run.saved[0]`. ValueError for slices out of order, as prefix_attention."""
     batch, tokens, _ = x.shape
     settings = _settings(mask, shape)
     start = cache.recomputed_start
     piece, append, generation = place(cache.position, cache.progress, start, tokens, capacity=cache.capacity)
     rows = raw_mask(settings, mask.document_starts, piece, batch)
     kernel = _kernel(shape)
-    saved, out = torch.empty(kernel.saved_floats(batch, tokens)), torch.empty_like(x)
-    scratch = torch.empty(kernel.scratch_floats(batch, tokens))
+    saved, out = [torch.empty(floats) for floats in kernel.saved_floats(batch, tokens)], torch.empty_like(x)
     run = Run(saved, piece, generation, rows, turns, normed)
-    kernel.forward(*_call(x, parameters, cache, settings.scale, run, scratch), append, apart, out.data_ptr())
+    kernel.forward(*_call(x, parameters, cache, settings.scale, run), append, apart, out.data_ptr())
     if append:
         appended(cache.position, piece)
     return out, run
@@ -159,8 +170,7 @@ def block_backward(
     if starts_backward(run.piece, run.generation, cache.position, cache.progress, state):
         claim(state, cache.position, dk[:, : run.piece.end], dv[:, : run.piece.end])
     kernel = _kernel(shape)
-    scratch = torch.empty(kernel.scratch_floats(*x.shape[:2]))
-    call = _call(x, parameters, cache, _settings(mask, shape).scale, run, scratch)
+    call = _call(x, parameters, cache, _settings(mask, shape).scale, run)
     kernel.backward(*call, _addresses(gradients), view(dk), view(dv), dout.data_ptr(), dx.data_ptr())
     gone_back(run.piece, run.generation, cache.progress, state)
 
@@ -170,7 +180,7 @@ def _settings(mask: Mask, shape: BlockShape) -> Settings:
 
 
 def _call(
-    x: Tensor, parameters: Sequence[Tensor | None], cache: PrefixCache, scale: float, run: Run, scratch: Tensor
+    x: Tensor, parameters: Sequence[Tensor | None], cache: PrefixCache, scale: float, run: Run
 ) -> tuple[Any, ...]:
     """The arguments that forward and backward share."""
     batch, tokens, _ = x.shape
@@ -189,8 +199,7 @@ def _call(
         view(cache.v),
         mask_sizes(run.mask, run.piece.start),
         scale,
-        run.saved.data_ptr(),
-        scratch.data_ptr(),
+        _addresses(run.saved),
         torch.get_num_threads(),
     )
 

@@ -18,6 +18,7 @@ namespace {
 using namespace tpk::bindings;
 using tpk::cpu::BlockCall, tpk::cpu::BlockShape, tpk::cpu::OfBlock, tpk::cpu::OfModule;
 
+using Saved = std::array<int64_t, tpk::cpu::block_saved_parts>;
 using Addresses = std::array<int64_t, 18>; // weight and bias of each module of OfBlock, in its order
 
 template <class Value> OfBlock<Value> of_block(const Addresses& a) {
@@ -37,22 +38,21 @@ class Block {
                                   " make no block, or there is no sgemm");
   }
 
-  int64_t saved_floats(int64_t batch, int64_t tokens) const { return tpk::cpu::block_saved_floats(shape(batch, tokens)); }
-  int64_t scratch_floats(int64_t batch, int64_t tokens) const { return tpk::cpu::block_scratch_floats(shape(batch, tokens)); }
+  Saved saved_floats(int64_t batch, int64_t tokens) const { return tpk::cpu::block_saved_floats(shape(batch, tokens)); }
 
   void forward(int64_t batch, int64_t tokens, const Addresses& parameters, int64_t x, const std::array<int64_t, 3>& normed,
                const std::array<int64_t, 2>& turns, const Tensor& cache_k, const Tensor& cache_v, const MaskSizes& mask, float scale,
-               int64_t saved, int64_t scratch, int64_t num_threads, bool append, bool apart, int64_t out) const {
-    const BlockCall c = call(batch, tokens, parameters, x, normed, turns, cache_k, cache_v, mask, scale, saved, scratch, num_threads);
+               const Saved& saved, int64_t num_threads, bool append, bool apart, int64_t out) const {
+    const BlockCall c = call(batch, tokens, parameters, x, normed, turns, cache_k, cache_v, mask, scale, saved, num_threads);
     const py::gil_scoped_release unlocked;
     tpk::cpu::block_forward(c, append, apart, pointer<float>(out));
   }
 
   void backward(int64_t batch, int64_t tokens, const Addresses& parameters, int64_t x, const std::array<int64_t, 3>& normed,
                 const std::array<int64_t, 2>& turns, const Tensor& cache_k, const Tensor& cache_v, const MaskSizes& mask, float scale,
-                int64_t saved, int64_t scratch, int64_t num_threads, const Addresses& gradients, const Tensor& sums_k, const Tensor& sums_v,
+                const Saved& saved, int64_t num_threads, const Addresses& gradients, const Tensor& sums_k, const Tensor& sums_v,
                 int64_t dout, int64_t dx) const {
-    const BlockCall c = call(batch, tokens, parameters, x, normed, turns, cache_k, cache_v, mask, scale, saved, scratch, num_threads);
+    const BlockCall c = call(batch, tokens, parameters, x, normed, turns, cache_k, cache_v, mask, scale, saved, num_threads);
     const py::gil_scoped_release unlocked;
     tpk::cpu::block_backward(c, of_block<float>(gradients), view(sums_k), view(sums_v), pointer<const float>(dout), pointer<float>(dx));
   }
@@ -69,7 +69,7 @@ class Block {
 
   BlockCall call(int64_t batch, int64_t tokens, const Addresses& parameters, int64_t x, const std::array<int64_t, 3>& normed,
                  const std::array<int64_t, 2>& turns, const Tensor& cache_k, const Tensor& cache_v, const MaskSizes& mask, float scale,
-                 int64_t saved, int64_t scratch, int64_t num_threads) const {
+                 const Saved& saved, int64_t num_threads) const {
     return {reinterpret_cast<tpk::cpu::Sgemm>(sgemm_),
             shape(batch, tokens),
             of_block<const float>(parameters),
@@ -81,8 +81,8 @@ class Block {
             view(cache_v),
             mask_of(mask, mask[0] + tokens),
             scale,
-            pointer<float>(saved),
-            pointer<float>(scratch),
+            {pointer<float>(saved[0]), pointer<float>(saved[1]), pointer<float>(saved[2]), pointer<float>(saved[3]),
+             pointer<float>(saved[4]), pointer<float>(saved[5]), pointer<float>(saved[6]), pointer<float>(saved[7])},
             num_threads};
   }
 
@@ -96,7 +96,6 @@ void bind_block(py::module_& m) {
   py::class_<Block>(m, "Block")
       .def(py::init<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool, float>())
       .def("saved_floats", &Block::saved_floats)
-      .def("scratch_floats", &Block::scratch_floats)
       .def("forward", &Block::forward)
       .def("backward", &Block::backward);
 }

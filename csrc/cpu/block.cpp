@@ -2,7 +2,11 @@
 #include "block.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <new>
+#include <utility>
 
 #include "attention.h"
 #include "tpk/tiling.h"
@@ -10,6 +14,22 @@
 namespace tpk::cpu {
 
 namespace {
+
+// This thread's memory for what no call leaves behind; it stays allocated.
+float* scratch_memory(int64_t floats) {
+  struct Free {
+    void operator()(float* memory) const { std::free(memory); }
+  };
+  static thread_local std::unique_ptr<float, Free> memory;
+  static thread_local int64_t held = 0;
+  if (held < floats) {
+    held = 0;
+    memory.reset(static_cast<float*>(std::aligned_alloc(4096, round_up(floats * int64_t(sizeof(float)), 4096))));
+    if (memory == nullptr) throw std::bad_alloc();
+    held = floats;
+  }
+  return memory.get();
+}
 
 // Parts of one block of memory, each on a cache line of its own; without memory it only counts.
 class Parts {
@@ -27,26 +47,27 @@ class Parts {
   int64_t used_ = 0;
 };
 
+template <class Scratch> Scratch scratch_of(const BlockShape& shape) {
+  Parts counted(nullptr);
+  Scratch(shape, &counted);
+  Parts parts(scratch_memory(counted.used()));
+  return Scratch(shape, &parts);
+}
+
+// The norms' outputs and statistics, and lse, by name.
 struct Saved {
-  float* middle; // first, as block.h says
   Normed normed, middle_normed;
-  float *q, *attended, *lse, *gate, *up;
+  float* lse;
 
-  Saved(const BlockShape& s, Parts* parts) {
-    middle = parts->take(s.rows() * s.hidden);
-    normed = norm(s, parts);
-    middle_normed = norm(s, parts);
-    q = parts->take(s.rows() * s.query());
-    attended = parts->take(s.rows() * s.query());
-    lse = parts->take(s.rows() * s.query_heads);
-    gate = s.gated ? parts->take(s.rows() * s.ffn) : nullptr;
-    up = parts->take(s.rows() * s.ffn);
-  }
-
- private:
-  static Normed norm(const BlockShape& s, Parts* parts) {
-    float* out = parts->take(s.rows() * s.hidden);
-    return {out, s.rms ? nullptr : parts->take(s.rows()), parts->take(s.rows())};
+  explicit Saved(const BlockCall& call) {
+    const BlockShape& s = call.shape;
+    float* next = call.saved.statistics;
+    const auto rows = [&](int64_t count) { return std::exchange(next, next + count); };
+    lse = rows(s.rows() * s.query_heads);
+    normed = {call.saved.normed, nullptr, rows(s.rows())};
+    middle_normed = {call.saved.middle_normed, nullptr, rows(s.rows())};
+    if (!s.rms) normed.mean = rows(s.rows()), middle_normed.mean = rows(s.rows());
+    if (call.normed.out != nullptr) normed = call.normed;
   }
 };
 
@@ -180,56 +201,47 @@ void linear_gradients(const BlockCall& call, const float* dy, const float* x, co
 
 } // namespace
 
-int64_t block_saved_floats(const BlockShape& shape) {
-  Parts parts(nullptr);
-  Saved(shape, &parts);
-  return parts.used();
-}
-
-int64_t block_scratch_floats(const BlockShape& shape) {
-  Parts forward(nullptr), backward(nullptr);
-  ForwardScratch(shape, &forward);
-  BackwardScratch(shape, &backward);
-  return std::max(forward.used(), backward.used());
+std::array<int64_t, block_saved_parts> block_saved_floats(const BlockShape& s) {
+  const int64_t hidden = s.rows() * s.hidden, query = s.rows() * s.query(), ffn = s.rows() * s.ffn;
+  return {hidden, hidden, hidden, query, query, s.gated ? ffn : 0, ffn, s.rows() * (s.query_heads + 4)};
 }
 
 void block_forward(const BlockCall& call, bool append, bool apart, float* out) {
   const BlockShape& s = call.shape;
   const auto& p = call.parameters;
-  Parts kept(call.saved), parts(call.scratch);
-  const Saved saved(s, &kept);
-  const ForwardScratch scratch(s, &parts);
+  const BlockSaved& kept = call.saved;
+  const Saved saved(call);
+  const auto scratch = scratch_of<ForwardScratch>(s);
 
-  const Normed normed = call.normed.out != nullptr ? call.normed : saved.normed;
-  if (call.normed.out == nullptr) norm(call, call.x, p.attention_norm, normed);
-  linear(call, normed.out, p.query, s.hidden, s.query(), saved.q);
-  turn(call, saved.q, s.query_heads, false);
+  if (call.normed.out == nullptr) norm(call, call.x, p.attention_norm, saved.normed);
+  linear(call, saved.normed.out, p.query, s.hidden, s.query(), kept.q);
+  turn(call, kept.q, s.query_heads, false);
   if (append) {
     const auto copy = [&](const float* from, float* to) { std::memcpy(to, from, s.head_dim * sizeof(float)); };
-    linear(call, normed.out, p.key, s.hidden, s.keys(), scratch.k);
-    linear(call, normed.out, p.value, s.hidden, s.keys(), scratch.v);
+    linear(call, saved.normed.out, p.key, s.hidden, s.keys(), scratch.k);
+    linear(call, saved.normed.out, p.value, s.hidden, s.keys(), scratch.v);
     turn(call, scratch.k, s.kv_heads, false);
     each_token(s, call.cache_k, call.mask.start, scratch.k, copy);
     each_token(s, call.cache_v, call.mask.start, scratch.v, copy);
   }
   ForwardParams attention;
   attention.shape = attention_shape(call);
-  attention.q = heads_of(s, saved.q, s.query_heads), attention.k = call.cache_k, attention.v = call.cache_v;
-  attention.out = heads_of(s, saved.attended, s.query_heads), attention.lse = saved.lse;
+  attention.q = heads_of(s, kept.q, s.query_heads), attention.k = call.cache_k, attention.v = call.cache_v;
+  attention.out = heads_of(s, kept.attended, s.query_heads), attention.lse = saved.lse;
   attention.mask = call.mask, attention.scale = call.scale;
   attention_forward(attention, call.num_threads);
-  add_linear(call, call.x, saved.attended, p.output, s.query(), s.hidden, saved.middle);
+  add_linear(call, call.x, kept.attended, p.output, s.query(), s.hidden, kept.middle);
 
-  norm(call, saved.middle, p.mlp_norm, saved.middle_normed);
-  if (s.gated) linear(call, saved.middle_normed.out, p.gate, s.hidden, s.ffn, saved.gate);
-  linear(call, saved.middle_normed.out, p.up, s.hidden, s.ffn, saved.up);
-  const RowsView up{saved.up, s.ffn}, gate{saved.gate, s.ffn}, active{scratch.active, s.ffn};
+  norm(call, kept.middle, p.mlp_norm, saved.middle_normed);
+  if (s.gated) linear(call, saved.middle_normed.out, p.gate, s.hidden, s.ffn, kept.gate);
+  linear(call, saved.middle_normed.out, p.up, s.hidden, s.ffn, kept.up);
+  const RowsView up{kept.up, s.ffn}, gate{kept.gate, s.ffn}, active{scratch.active, s.ffn};
   gated_forward({s.rows(), s.ffn, activation_of(s), s.gated ? gate : up, s.gated ? up : RowsView{}, active}, DType::float32,
                 call.num_threads);
   if (apart)
     linear(call, scratch.active, p.down, s.ffn, s.hidden, out);
   else
-    add_linear(call, saved.middle, scratch.active, p.down, s.ffn, s.hidden, out);
+    add_linear(call, kept.middle, scratch.active, p.down, s.ffn, s.hidden, out);
 }
 
 void block_backward(const BlockCall& call, const OfBlock<float>& gradients, const TensorView& sums_k, const TensorView& sums_v,
@@ -237,13 +249,13 @@ void block_backward(const BlockCall& call, const OfBlock<float>& gradients, cons
   const BlockShape& s = call.shape;
   const auto& p = call.parameters;
   const Blas blas{call.sgemm};
-  Parts kept(call.saved), parts(call.scratch);
-  const Saved saved(s, &kept);
-  const BackwardScratch scratch(s, &parts);
+  const BlockSaved& kept = call.saved;
+  const Saved saved(call);
+  const auto scratch = scratch_of<BackwardScratch>(s);
   std::fill_n(scratch.ones, s.rows(), 1.0f);
 
   blas.input(dout, p.down.weight, s.rows(), s.ffn, s.hidden, false, scratch.active); // the gradient of active, then active
-  const RowsView up{saved.up, s.ffn}, gate{saved.gate, s.ffn}, active{scratch.active, s.ffn}, dup{scratch.dup, s.ffn};
+  const RowsView up{kept.up, s.ffn}, gate{kept.gate, s.ffn}, active{scratch.active, s.ffn}, dup{scratch.dup, s.ffn};
   gated_backward({s.rows(), s.ffn, activation_of(s), active, s.gated ? gate : up, s.gated ? up : RowsView{}, active,
                   s.gated ? RowsView{scratch.dgate, s.ffn} : dup, s.gated ? dup : RowsView{}},
                  DType::float32, call.num_threads);
@@ -254,14 +266,14 @@ void block_backward(const BlockCall& call, const OfBlock<float>& gradients, cons
   }
   blas.input(scratch.dup, p.up.weight, s.rows(), s.hidden, s.ffn, s.gated, scratch.dnormed);
   linear_gradients(call, scratch.dup, saved.middle_normed.out, gradients.up, s.hidden, s.ffn, scratch.ones);
-  norm_gradient(call, scratch.dnormed, saved.middle, dout, saved.middle_normed, p.mlp_norm, gradients.mlp_norm, scratch.dmiddle);
+  norm_gradient(call, scratch.dnormed, kept.middle, dout, saved.middle_normed, p.mlp_norm, gradients.mlp_norm, scratch.dmiddle);
 
   blas.input(scratch.dmiddle, p.output.weight, s.rows(), s.query(), s.hidden, false, scratch.dattended);
-  linear_gradients(call, scratch.dmiddle, saved.attended, gradients.output, s.query(), s.hidden, scratch.ones);
+  linear_gradients(call, scratch.dmiddle, kept.attended, gradients.output, s.query(), s.hidden, scratch.ones);
   BackwardParams attention;
   attention.shape = attention_shape(call);
-  attention.dout = heads_of(s, scratch.dattended, s.query_heads), attention.q = heads_of(s, saved.q, s.query_heads);
-  attention.k = call.cache_k, attention.v = call.cache_v, attention.out = heads_of(s, saved.attended, s.query_heads);
+  attention.dout = heads_of(s, scratch.dattended, s.query_heads), attention.q = heads_of(s, kept.q, s.query_heads);
+  attention.k = call.cache_k, attention.v = call.cache_v, attention.out = heads_of(s, kept.attended, s.query_heads);
   attention.lse = saved.lse, attention.mask = call.mask, attention.scale = call.scale;
   attention.dq = heads_of(s, scratch.dq, s.query_heads), attention.dk = sums_k, attention.dv = sums_v;
   attention_backward(attention, call.num_threads);
@@ -271,15 +283,14 @@ void block_backward(const BlockCall& call, const OfBlock<float>& gradients, cons
   turn(call, scratch.dq, s.query_heads, true);
   turn(call, scratch.dk, s.kv_heads, true);
 
-  const Normed normed = call.normed.out != nullptr ? call.normed : saved.normed;
   const auto into = [&](const float* dy, const OfModule<const float>& parameters, const OfModule<float>& wanted, int64_t out, bool add) {
     blas.input(dy, parameters.weight, s.rows(), s.hidden, out, add, scratch.dnormed);
-    linear_gradients(call, dy, normed.out, wanted, s.hidden, out, scratch.ones);
+    linear_gradients(call, dy, saved.normed.out, wanted, s.hidden, out, scratch.ones);
   };
   into(scratch.dq, p.query, gradients.query, s.query(), false);
   into(scratch.dk, p.key, gradients.key, s.keys(), true);
   into(scratch.dv, p.value, gradients.value, s.keys(), true);
-  norm_gradient(call, scratch.dnormed, call.x, scratch.dmiddle, normed, p.attention_norm, gradients.attention_norm, dx);
+  norm_gradient(call, scratch.dnormed, call.x, scratch.dmiddle, saved.normed, p.attention_norm, gradients.attention_norm, dx);
 }
 
 } // namespace tpk::cpu

@@ -41,7 +41,17 @@ struct Normed {
   float *out = nullptr, *mean = nullptr, *rstd = nullptr;
 };
 
-// What forward and backward share. saved: block_saved_floats of memory that forward fills and backward reads.
+// What forward fills and backward reads, part by part: many blocks of moderate size, as allocators like them.
+struct BlockSaved {
+  float *middle = nullptr, *normed = nullptr, *middle_normed = nullptr; // [rows, hidden]; middle: x + attention
+  float *q = nullptr, *attended = nullptr;                              // [rows, query]
+  float *gate = nullptr, *up = nullptr;                                 // [rows, ffn]; gate only if gated
+  float* statistics = nullptr;                                          // lse, and of both norms rstd and mean
+};
+constexpr int block_saved_parts = 8;
+std::array<int64_t, block_saved_parts> block_saved_floats(const BlockShape&); // in the order above
+
+// What forward and backward share.
 struct BlockCall {
   Sgemm sgemm = nullptr;
   BlockShape shape;
@@ -53,15 +63,12 @@ struct BlockCall {
   TensorView cache_k, cache_v;
   MaskIntervals mask; // its start is the slice's place in the cache, its keys that plus tokens
   float scale = 1.0f;
-  float *saved = nullptr, *scratch = nullptr;
+  BlockSaved saved;
   int64_t num_threads = 1;
 };
 
-int64_t block_saved_floats(const BlockShape&);
-int64_t block_scratch_floats(const BlockShape&);
-
-// out [rows, hidden]: x + attention + mlp; with apart the last summand alone, and the sum of the first two begins saved. append: k and v
-// of the slice are written to the cache, else they are there already.
+// out [rows, hidden]: x + attention + mlp; with apart the last summand alone (the others are saved.middle). append: k and v of the slice
+// are written to the cache, else they are there already.
 void block_forward(const BlockCall&, bool append, bool apart, float* out);
 
 // dx [rows, hidden], may not be dout. Adds into gradients, and into sums_k and sums_v for every key the slice saw; the slice's own rows

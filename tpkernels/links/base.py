@@ -150,7 +150,7 @@ class Order:
             raise LinkError(f"{self._spec}: slots still held at the end of the step: {[name(key) for key in held]}.")
 
 
-def closed_error(spec: LinkSpec, key: Key | None = None) -> LinkError:
+def closed_error(spec: object, key: Key | None = None) -> LinkError:
     what = "nothing can" if key is None else f"{name(key)} cannot"
     return LinkError(f"{spec}: this end was closed, {what} go over it.")
 

@@ -160,7 +160,10 @@ class DistLink:
         what = "at the end of the step" if key is None else f"with {name(key)} on its way"
         if self._given_up:
             return LinkError(f"{self.spec}: rank {self._peer} had not come when another rank failed, {what}", late=True)
-        return LinkError(f"{self.spec}: rank {self._peer} is gone, {what}: {reason(error)}", lost_peer=self._peer)
+        late, why = timed_out(error), reason(error)
+        state = "did not come in time" if late else "is gone"
+        peer = None if late else self._peer
+        return LinkError(f"{self.spec}: rank {self._peer} {state}, {what}: {why}", lost_peer=peer, late=late)
 
 
 def break_group(group: dist.ProcessGroup, peer: int) -> None:
@@ -172,6 +175,11 @@ def break_group(group: dist.ProcessGroup, peer: int) -> None:
             work.wait(timedelta(milliseconds=1))
     except RuntimeError:  # as intended, or the connection was gone before
         pass
+
+
+def timed_out(error: BaseException) -> bool:
+    """Whether a backend's wait ended because time was up, not because a connection broke."""
+    return "imed out" in reason(error)
 
 
 def reason(error: BaseException) -> str:

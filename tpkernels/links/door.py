@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from tpkernels.links.base import LinkSpec, closed_error
+from tpkernels.links.base import closed_error
 
 CLOSE_S = 10.0  # how long a close waits for a call that does not end; then the call itself lets go, at its end
 STAYED = "%s: closed, but a call of another thread is still inside after %.0f s; its end will free the memory."
@@ -22,9 +22,9 @@ log = logging.getLogger("tpkernels")
 
 class Door:
     """`close` turns calls away, ends the wait of the one that is inside (`end_waits`) and waits for it to leave; the
-    last to leave calls `free`."""
+    last to leave calls `free`. spec: whose door this is, for messages."""
 
-    def __init__(self, spec: LinkSpec, end_waits: Callable[[], None], free: Callable[[], None]) -> None:
+    def __init__(self, spec: object, end_waits: Callable[[], None], free: Callable[[], None]) -> None:
         self._spec, self._end_waits, self._free = spec, end_waits, free
         self._lock, self._owner, self._depth = threading.Lock(), 0, 0
         self.closed = self._freed = False

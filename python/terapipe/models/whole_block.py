@@ -14,7 +14,7 @@ from torch import Tensor
 from terapipe.models.half_blocks import Entry, Out, Piece, parameters_of
 from terapipe.models.linear import owned_gradient
 from tpkernels import Mask, PrefixCache
-from tpkernels.block import MODULES, BlockShape, block_backward, block_forward, served
+from tpkernels.block import MODULES, BlockShape, block_backward, block_forward, parameter_sizes, served
 
 if TYPE_CHECKING:
     from terapipe.models.transformer import Block
@@ -51,10 +51,22 @@ def whole_block(
         return None  # the pieces say what is wrong
     if turns is not None and turns.dtype != torch.complex64:
         return None
-    if not all(parameter is None or parameter.is_contiguous() for parameter in parameters):
+    if not _as_planned(block, parameters):
         return None
     result: Tensor = _WholeBlock.run(hidden, _Call(block.shape, cache, mask, turns, entry, out), *parameters)
     return result
+
+
+def _as_planned(block: Block, parameters: list[Tensor | None]) -> bool:
+    """Whether the modules are still those that the block was made with: raw addresses have no size."""
+    shape = block.shape
+    for norm in (block.attention_norm, block.mlp_norm):
+        if norm.eps != shape.eps or norm.rms != shape.rms:
+            return False
+    for parameter, size in zip(parameters, parameter_sizes(shape), strict=True):
+        if parameter is not None and (parameter.shape != size or not parameter.is_contiguous()):
+            return False
+    return shape.gated == (block.gate is not None)
 
 
 class _WholeBlock(Piece):
@@ -74,7 +86,7 @@ class _WholeBlock(Piece):
         ctx.call, ctx.run = call._replace(out=None), run
         if call.out is None:
             return made
-        return call.out(made, run.saved[: x.numel()].view(x.shape))
+        return call.out(made, run.saved[0].view(x.shape))
 
     @staticmethod
     def backward(ctx: Any, dhidden: Tensor) -> tuple[Tensor | None, ...]:
