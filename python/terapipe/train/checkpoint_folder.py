@@ -156,10 +156,14 @@ def _read_run(checkpoint: Path) -> dict[str, Any]:
     return dict(run)
 
 
+def find_after(folder: Path, step: int) -> list[Path]:
+    """Later checkpoints than that of `step`."""
+    return [path for path in find_all(folder) if step_of(path) > step]
+
+
 def set_aside_after(folder: Path, step: int) -> None:
     """Later checkpoints than that of `step` are of a course that the run has left: they no longer count."""
-    for later in find_all(folder):
-        if step_of(later) > step:
-            aside = later.with_name(f"{later.name}.abandoned")
-            shutil.rmtree(aside, ignore_errors=True)
-            later.rename(aside)
+    for later in find_after(folder, step):
+        aside = later.with_name(f"{later.name}.abandoned")
+        shutil.rmtree(aside, ignore_errors=True)
+        later.rename(aside)

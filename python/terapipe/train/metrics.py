@@ -10,10 +10,12 @@ first.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -56,16 +58,16 @@ class MetricsFile:
 
     def __init__(self, path: Path, *, first_step: int = 0) -> None:
         """Lines after `first_step` completed steps are dropped; 0 starts a new file and keeps an earlier run's beside
-        it, under the first free name of `metrics.1.jsonl`, `metrics.2.jsonl`, ..."""
+        it, under the first free name of `metrics.1.jsonl`, `metrics.2.jsonl`, ... (`keep_earlier`)."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if first_step == 0:
             keep_earlier(path)
-        kept = [line for line in read_lines(path) if line["step"] <= first_step] if first_step else []
-        if kept:  # put in place whole: a kill in between must not lose them
+        elif path.exists():  # put in place whole: a kill in between must not lose them
             whole = path.with_suffix(".tmp")
+            kept = [line for line in read_lines(path) if line["step"] <= first_step]
             whole.write_text("".join(json.dumps(line) + "\n" for line in kept))
             os.replace(whole, path)
-        self._stream: TextIO = path.open("a" if kept else "w")
+        self._stream: TextIO = path.open("a")
 
     def write(self, record: Metrics) -> None:
         self._write(asdict(record))
@@ -82,23 +84,25 @@ class MetricsFile:
         self._stream.close()
 
 
-def keep_earlier(path: Path) -> None:
-    """Rename a file of an earlier run to the first free one of `name.1.suffix`, `name.2.suffix`, ..."""
+def keep_earlier(path: Path, *, copy: bool = False) -> None:
+    """Rename a file of an earlier run to the first free one of `name.1.suffix`, `name.2.suffix`, ..., or copy it."""
     if path.exists() and path.stat().st_size > 0:
         numbered = (path.with_suffix(f".{number}{path.suffix}") for number in itertools.count(1))
-        path.rename(next(earlier for earlier in numbered if not earlier.exists()))
+        free = next(earlier for earlier in numbered if not earlier.exists())
+        shutil.copyfile(path, free) if copy else path.rename(free)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All lines of a metrics file; a last line that was cut off by a kill is left out, no file is an empty list."""
+    """All lines of a metrics file but those that are none: cut off by a kill, or written by others. No file is an
+    empty list."""
     if not path.exists():
         return []
     lines = []
-    for text in path.read_text().splitlines():
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            break
+    for text in path.read_text(errors="replace").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            line = json.loads(text)
+            if isinstance(line, dict) and isinstance(line.get("step"), int):
+                lines.append(line)
     return lines
 
 

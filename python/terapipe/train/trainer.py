@@ -28,6 +28,7 @@ from terapipe import files
 from terapipe.engine import Pipeline, StepResult, launch
 from terapipe.models import layers, tied_parameters
 from terapipe.train import checkpoint
+from terapipe.train.checkpoint_folder import find_after, set_aside_after
 from terapipe.train.config import TrainConfig
 from terapipe.train.config_file import to_toml
 from terapipe.train.data import Source, open_source
@@ -329,6 +330,13 @@ class Trainer:
             keep_earlier(folder / "config.toml")
         again = dataclasses.replace(self.config.checkpoint, load_step=None)  # of this start only
         (folder / "config.toml").write_text(to_toml(dataclasses.replace(self.config, checkpoint=again)))
+        if later := find_after(self.config.checkpoint_folder, self.step):
+            # From now on this run is the one that stopped here: the next --resume must not go on from where it was not.
+            keep_earlier(folder / "metrics.jsonl", copy=True)
+            set_aside_after(self.config.checkpoint_folder, self.step)
+            log.warning(
+                "set aside, since this run goes on from step %d: %s", self.step, ", ".join(path.name for path in later)
+            )
         metrics = MetricsFile(folder / "metrics.jsonl", first_step=self.step)
         self._closing.callback(metrics.close)
         return metrics

@@ -45,6 +45,17 @@ def test_resuming_drops_what_will_be_repeated_and_a_torn_line(tmp_path: Path) ->
     assert [(line["step"], line["loss"]) for line in read_lines(path)] == [(1, 2.5), (2, 2.5), (3, 2.5), (4, 9.0)]
 
 
+def test_lines_that_are_none_cost_no_other_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    noise = ["12", '{"st', "", '{"loss": 1}', '{"step": null}', "\ud8ff"]
+    with path.open("w", errors="replace") as stream:
+        for number, text in enumerate(noise):
+            stream.write(f"{text}\n{json.dumps(step(number).__dict__)}\n")
+    path.write_bytes(b"\xff\0\n" + path.read_bytes())
+    MetricsFile(path, first_step=4).close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2, 3, 4]
+
+
 def test_a_new_run_keeps_the_lines_of_earlier_ones(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         file = MetricsFile(tmp_path / "metrics.jsonl")

@@ -226,6 +226,13 @@ def test_a_run_goes_on_from_an_older_checkpoint_when_the_newest_is_damaged(tmp_p
     with pytest.raises(ValueError, match=r"load_step is 2, but the run does not resume; add --resume"):
         check_start(with_changes(older, run_dir=tmp_path / "new"), world=World(), resume=False)
     check_start(older, world=World(), resume=True)
+    Trainer(older, world=World(), resume=True).__exit__(None, None, None)  # as if it were killed before it saves
+    assert [path.name for path in config.checkpoint_folder.glob("*6*")] == ["step-00000006.abandoned"]
+    assert losses(config) == expected[:2]
+    assert [line["loss"] for line in read_lines(tmp_path / "metrics.1.jsonl") if "loss" in line] == expected
+    assert run(config, resume=True).loss == whole.loss
+    with pytest.raises(ValueError, match="no checkpoint of step 3"):
+        check_start(with_changes(older, checkpoint__load_step=3), world=World(), resume=True)
     assert run(older, resume=True).loss == whole.loss
     assert losses(config) == expected
     assert config_file.load(tmp_path / "config.toml", TrainConfig()).checkpoint.load_step is None
