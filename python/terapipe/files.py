@@ -1,9 +1,11 @@
-"""Whether results can be written where the user wants them, found out before any work. No torch."""
+"""Whether results can be written where the user wants them, found out before any work, and which file it was that
+could not be written after all. No torch."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -14,6 +16,15 @@ def check_folder(path: Path, option: str) -> None:
         raise ValueError(f"{existing} is a file, but a folder is needed at {path}; choose another {option}.")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ValueError(f"{existing} cannot be written, but a folder is needed at {path}; choose another {option}.")
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """A full disk is an OSError without a name, unless it is raised inside this."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def check_file(path: Path, option: str) -> None:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from terapipe import files
 from terapipe.models.config import ModelConfig, tied_parameters
 from terapipe.train.checkpoint_folder import (
     INDEX_CHECKSUM,
@@ -85,16 +86,18 @@ def save(
     _barrier(group)
     copies = {copy for _, copy in ties}
     tensors = {entry.key(): entry.tensor for entry in _owned(optimizer) if entry.name not in copies}
-    with (
-        _one_process_is_fine(),
-        _readable_errors(f"writing {partial} failed", "free space or mend the place, then resume"),
-    ):
-        dcp.save(
-            tensors | _rng_state(_rank(group)),
-            checkpoint_id=partial,
-            process_group=group,
-            no_dist=not dist.is_initialized(),
-        )
+    try:
+        with _one_process_is_fine(), _readable_errors(f"writing {partial} failed", "free space, then resume"):
+            dcp.save(
+                tensors | _rng_state(_rank(group)),
+                checkpoint_id=partial,
+                process_group=group,
+                no_dist=not dist.is_initialized(),
+            )
+    except RuntimeError as error:  # every rank has stopped writing
+        if leads:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise RuntimeError(f"{error} {shutil.disk_usage(folder).free:,} bytes are free there now.") from None
     if leads:
         run = {
             "version": VERSION,
@@ -300,7 +303,7 @@ def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def _write_durably(path: Path, text: str) -> None:
-    with path.open("w") as file:
+    with files.naming(path), path.open("w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

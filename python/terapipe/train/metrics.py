@@ -23,6 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from terapipe import files
+
 
 @dataclass(frozen=True)
 class StepMetrics:
@@ -65,8 +67,10 @@ class MetricsFile:
         elif path.exists():  # put in place whole: a kill in between must not lose them
             whole = path.with_suffix(".tmp")
             kept = [line for line in read_lines(path) if line["step"] <= first_step]
-            whole.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            with files.naming(whole):
+                whole.write_text("".join(json.dumps(line) + "\n" for line in kept))
             os.replace(whole, path)
+        self._path = path
         self._stream: TextIO = path.open("a")
 
     def write(self, record: Metrics) -> None:
@@ -77,11 +81,13 @@ class MetricsFile:
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()
         }
-        self._stream.write(json.dumps(finite) + "\n")
-        self._stream.flush()
+        with files.naming(self._path):
+            self._stream.write(json.dumps(finite) + "\n")
+            self._stream.flush()
 
     def close(self) -> None:
-        self._stream.close()
+        with contextlib.suppress(OSError):  # a line that could not be flushed has been told of
+            self._stream.close()
 
 
 def keep_earlier(path: Path, *, copy: bool = False) -> None:

@@ -141,8 +141,13 @@ class Trainer:
             links=config.parallel.links,
             link_slots=config.parallel.link_slots,
         )
-        self._closing = contextlib.ExitStack()
-        self._closing.push(self.pipeline)  # its own exit tells the other ranks what failed here
+        with contextlib.ExitStack() as self._closing:
+            self._closing.push(self.pipeline)  # its own exit tells the other ranks what failed here
+            self._begin(resume)
+            self._closing = self._closing.pop_all()  # nothing failed: closed at this object's exit
+
+    def _begin(self, resume: bool) -> None:
+        config = self.config
         self.optimizer = Optimizer(self.pipeline.named_parameters(), config.optimizer, steps=config.steps)
         self.step = 0
         self._memory_bytes = 0
@@ -329,7 +334,8 @@ class Trainer:
         if self.step == 0:
             keep_earlier(folder / "config.toml")
         again = dataclasses.replace(self.config.checkpoint, load_step=None)  # of this start only
-        (folder / "config.toml").write_text(to_toml(dataclasses.replace(self.config, checkpoint=again)))
+        with files.naming(folder / "config.toml"):
+            (folder / "config.toml").write_text(to_toml(dataclasses.replace(self.config, checkpoint=again)))
         if later := find_after(self.config.checkpoint_folder, self.step):
             # From now on this run is the one that stopped here: the next --resume must not go on from where it was not.
             keep_earlier(folder / "metrics.jsonl", copy=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from terapipe.train.metrics import MetricsFile, Progress, StepMetrics, ValidationMetrics, read_lines
 
 KEYS = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "step_s", "bubble_share", "memory_bytes", "hidden_share"]
@@ -54,6 +56,15 @@ def test_lines_that_are_none_cost_no_other_line(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\0\n" + path.read_bytes())
     MetricsFile(path, first_step=4).close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="fills a disk by /dev/full (Linux)")
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    with pytest.raises(OSError, match=r"No space left on device: '.*metrics.jsonl'"):
+        file.write(step(1))
+    file.close()
 
 
 def test_a_new_run_keeps_the_lines_of_earlier_ones(tmp_path: Path) -> None:

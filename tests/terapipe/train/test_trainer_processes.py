@@ -118,6 +118,18 @@ def test_an_interrupt_stops_every_process(environment: dict[str, str], tmp_path:
     assert "Traceback" not in errors
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="fills a disk by /dev/full (Linux)")
+def test_a_start_that_fails_on_one_rank_is_told_by_both(environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "config.toml").symlink_to("/dev/full")
+    command = train("--local-ranks", "2", "--run-dir", str(tmp_path))
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 1
+    full = r"No space left on device: '.*config.toml'"
+    assert re.search(rf"^terapipe: .*{full}", done.stderr, re.MULTILINE), done.stderr
+    assert re.search(rf"^\[rank 1\] terapipe: rank 1 stopped because rank 0 failed .*{full}", done.stderr, re.MULTILINE)
+    assert "Traceback" not in done.stderr
+
+
 def test_bad_input_starts_no_worker(environment: dict[str, str], tmp_path: Path) -> None:
     command = train("--local-ranks", "7", "--run-dir", str(tmp_path / "run"))
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
