@@ -1,7 +1,8 @@
 """The `terapipe` command: `terapipe VERB ...`. Each verb is a function below; heavy imports happen inside it, so that
 `--help` stays fast.
 
-Exit status: 0, or 2 for input that makes no sense (nothing was started), 1 for work that failed, 130 for Ctrl-C.
+Exit status: 0, or 2 for input that makes no sense (nothing was started), 1 for work that failed, 130 for Ctrl-C, 141
+where nobody reads the output any more.
 Users see one message; the traceback is there with TPK_LOG=debug. Only errors that carry a message for users are
 caught: a mistake of ours keeps its traceback.
 """
@@ -24,7 +25,7 @@ from terapipe import __version__, files
 from terapipe.names import unknown
 from terapipe.world import ALONE, World, launched_world
 
-BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
+BAD_INPUT, FAILED, INTERRUPTED, CUT_OFF = 2, 1, 130, 141
 OUTPUTS = ("--json", "--plot", "--out", "--html", "--png", "--perfetto")  # options that name a file to write
 
 
@@ -33,16 +34,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = _set_up_logging()
     try:
-        return _dispatch(arguments)
+        status = _dispatch(arguments)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
-        print("terapipe: interrupted", file=sys.stderr)
+        sys.stderr.write("terapipe: interrupted\n")
         return INTERRUPTED
+    except BrokenPipeError:  # `| head` has seen enough; a second error at exit, when the rest is flushed, helps nobody
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CUT_OFF
     except SystemExit as stop:  # tyro and argparse: --help, or arguments they have already explained
         return stop.code if isinstance(stop.code, int) else FAILED
     except (ValueError, RuntimeError, OSError) as error:
         if debug:
             raise
-        print(f"terapipe: {error}", file=sys.stderr)
+        sys.stderr.write(f"terapipe: {error}\n")  # in one piece: the ranks of a launch share a terminal
         return BAD_INPUT if isinstance(error, ValueError) else FAILED
 
 
@@ -135,9 +141,9 @@ def env(arguments: list[str]) -> int:
     from terapipe import environment
 
     found = environment.collect()
-    print(found)
     if options.json is not None:
         _write_json(options.json, found.to_dict())
+    print(found)
     return 0
 
 
@@ -209,4 +215,5 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     """A loss that is not a number becomes null: JSON has no NaN, and the rest of the result still counts."""
     plain = {key: None if isinstance(item, float) and not math.isfinite(item) else item for key, item in value.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(plain, indent=2, default=str, allow_nan=False) + "\n")
+    with files.naming(path):
+        path.write_text(json.dumps(plain, indent=2, default=str, allow_nan=False) + "\n")

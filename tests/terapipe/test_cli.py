@@ -91,6 +91,17 @@ def test_failed_work_is_status_1_and_debug_shows_where(
         cli.main(["env"])
 
 
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+    for arguments in (["--help"], ["env", "--json", str(tmp_path / "env.json")]):
+        command = [sys.executable, "-m", "terapipe", *arguments]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None and process.stderr is not None
+            process.stdout.close()
+            assert process.stderr.read() == ""
+            assert process.wait(timeout=60) == 141
+    assert json.loads((tmp_path / "env.json").read_text())["versions"]["torch"]
+
+
 def test_local_ranks_inside_another_launch_must_agree(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
