@@ -12,6 +12,7 @@ positions when nothing has moved for a while.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -29,7 +30,8 @@ STALL_SECONDS = 120.0  # no action finished for this long: print where every ran
 
 BETWEEN_STEPS = "between steps"  # the action of a rank that fails in code of its own
 
-NOWHERE, IDLE = "nowhere yet", "idle"  # positions of a rank that has said nothing, and of one between two steps
+# Positions of a rank that has said nothing, of one between two steps, and of one that closed its pipeline there.
+NOWHERE, IDLE, CLOSED = "nowhere yet", "idle", "closed"
 
 _boards = itertools.count()  # ranks make their common pipelines in one order, so this names the same one everywhere
 
@@ -46,6 +48,15 @@ class Failure:
 def words(cause: BaseException) -> str:
     """How a cause is reported."""
     return f"{type(cause).__name__}: {cause}"
+
+
+def closed_rank(rank: int, *, noticed: str) -> Failure:
+    """The failure of a rank that closed its pipeline while others still had work for it."""
+    what = (
+        "it had closed its pipeline (close(), the end of a with, or nothing referred to it any more); let every rank "
+        "make the same calls and close after the last"
+    )
+    return Failure(rank, BETWEEN_STEPS, f"{what}. {noticed}")
 
 
 def lost_rank(rank: int, position: str, *, noticed: str, cause: BaseException) -> Failure:
@@ -161,6 +172,15 @@ class FailureBoard:
             pass
         return NOWHERE
 
+    def say_closed(self) -> None:
+        """This rank closes its pipeline, and none has failed."""
+        with contextlib.suppress(RuntimeError, ValueError):  # the store may be gone with the rank that held it
+            self.publish(CLOSED)
+
+    def closed(self) -> int | None:
+        """A rank that closed its pipeline."""
+        return next((rank for rank in range(self.ranks) if self.position(rank) == CLOSED), None)
+
 
 class Watchdog:
     """A daemon thread: publishes this rank's position once a second and, when it has not moved for `stall_seconds`,
@@ -190,7 +210,8 @@ class Watchdog:
 
     def stop(self) -> None:
         self._stop.set()
-        self._thread.join(timeout=5)
+        if self._thread is not threading.current_thread():  # where a lost pipeline may be collected
+            self._thread.join(timeout=5)
 
     def _run(self) -> None:
         published = ""

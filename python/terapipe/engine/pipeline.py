@@ -7,7 +7,7 @@
 A layer is anything with `forward(hidden, cache, mask, positions)`.  In one process all ranks of the plan are stepped
 by one thread over local links; with as many processes as the plan has ranks each runs its own list over
 torch.distributed.  The numbers are the same. The trap: a failed step leaves connections closed, so a Pipeline that
-raised PipelineError cannot be used again.
+raised PipelineError, or was left in the middle of a step (Ctrl-C), cannot be used again.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import contextlib
 import json
 import logging
 import math
+import os
 import resource
 import sys
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -38,6 +40,7 @@ from terapipe.engine.failure import (
     FailureBoard,
     PipelineError,
     Watchdog,
+    closed_rank,
     let_go,
     lost_rank,
     words,
@@ -174,6 +177,8 @@ class Pipeline:
         self._step_began = 0.0
         self._broken: PipelineError | None = None
         self._closed = False
+        self._let_go = weakref.finalize(self, _let_go, self._board, self._watchdog, self._wiring, os.getpid())
+        self._let_go.atexit = False  # a process that ends tells its peers by that
         copy_tied_values(self._parameters, self.census, self._wiring)
 
     def step(self, batch: Batch) -> StepResult:
@@ -192,7 +197,7 @@ class Pipeline:
             )
             elapsed = time.perf_counter() - began
             sums = [self._loss_sum(), busy, elapsed * len(self._programs), *squares]
-            table = self._sum_with_check(batch, [*sums, *self._hand_off_times()])
+            table = self._sum_with_check(batch, [*sums, *self._hand_off_times()], evaluating=False)
         loss, busy, available = table[0] / targets, table[1], table[2]
         self._hand_offs = hand_offs(self._transfers, table[len(sums) :])
         for program in self._programs:
@@ -209,11 +214,11 @@ class Pipeline:
 
     def evaluate(self, batch: Batch) -> EvaluationResult:
         """The mean loss over `batch` (shaped as for `step`) without gradients; may come before, between and after
-        steps."""
+        steps. Layers stay in the mode they are in: with dropout, call `eval()` on those of `layers()` before."""
         targets = self._check_batch(batch)
         self._run(batch, None, evaluating=True)
         with self.failing_in("the loss reduction"):
-            table = self._sum_with_check(batch, [self._loss_sum()])
+            table = self._sum_with_check(batch, [self._loss_sum()], evaluating=True)
         return EvaluationResult(loss=table[0] / targets, targets=targets)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -242,7 +247,9 @@ class Pipeline:
             for program in self._programs
             for span in program.spans
         ]
-        reports = self._wiring.gather([self._step_began, rows])
+        self._check_open()
+        with self.failing_in("the timeline"):
+            reports = self._wiring.gather([self._step_began, rows])
         # Ranks of one host share a clock: the earliest start is everybody's zero. Across hosts each rank has its own.
         earliest = min(began for began, _ in reports)
         events = [
@@ -265,11 +272,10 @@ class Pipeline:
         )
 
     def close(self) -> None:
-        """Let go of links and threads.  Safe to call twice."""
+        """Let go of links and threads; so does the loss of the last reference.  Safe to call twice, and from another
+        thread: a step in progress then fails."""
         self._closed = True
-        if self._watchdog is not None:
-            self._watchdog.stop()
-        self._wiring.close()
+        self._let_go()
 
     def __enter__(self) -> Pipeline:
         return self
@@ -314,10 +320,7 @@ class Pipeline:
 
     def _check_batch(self, batch: Batch) -> int:
         """The number of targets, once the batch fits."""
-        if self._broken is not None:
-            raise PipelineError(self._broken.failure, here=self.rank, again=True)
-        if self._closed:
-            raise RuntimeError("this pipeline was closed; make a new one, or close it only after the last step.")
+        self._check_open()
         sequences = self.plan.micros * self.plan.micro_size
         if tuple(batch.tokens.shape) != (sequences, self.plan.tokens):
             raise ValueError(
@@ -335,15 +338,26 @@ class Pipeline:
             )
         return targets
 
-    def _sum_with_check(self, batch: Batch, values: list[float]) -> list[float]:
+    def _check_open(self) -> None:
+        if self._broken is not None:
+            raise PipelineError(self._broken.failure, here=self.rank, again=True)
+        if self._closed:
+            raise RuntimeError("this pipeline was closed; make a new one, or close it only after the last step.")
+
+    def _sum_with_check(self, batch: Batch, values: list[float], *, evaluating: bool) -> list[float]:
         """The sums of `values` over ranks; RuntimeError on every rank when they were given different batches, which
-        would otherwise train on tokens of one and targets of the other."""
-        digest = float(batch.digest())
-        table = self._wiring.sum_over_ranks([digest, digest * digest, *values])
+        would otherwise train on tokens of one and targets of the other, or did not all step or evaluate."""
+        digest = float(batch.digest() ^ evaluating)
+        # As long for an evaluation as for a step: gloo ends a process that is sent more than it asked for.
+        padding = 3 + len(self.census.names) + TIMES * len(self._transfers) - len(values)
+        table = self._wiring.sum_over_ranks([digest, digest * digest, *values, *[0.0] * padding])
         ranks = 1 if self._local else self.plan.ranks
         if table[0] * table[0] != ranks * table[1]:  # exact: integers below 2^53, equal only if all digests are
-            raise RuntimeError("the ranks were given different batches; give every rank of the pipeline the same one")
-        return table[2:]
+            raise RuntimeError(
+                "the ranks were given different batches, or some called step and others evaluate; make the same call "
+                "with the same batch on every rank of the pipeline"
+            )
+        return table[2 : 2 + len(values)]
 
     def _hand_off_times(self) -> list[float]:
         """What this rank knows of each transfer, zeros elsewhere: the sum over ranks is complete."""
@@ -375,6 +389,9 @@ class Pipeline:
             self._fail(str(error.action), error.cause, rank=error.rank)
         except Exception as error:
             self._fail("the end of the step", error, rank=self.rank)
+        except BaseException as error:  # Ctrl-C: what is half done cannot be gone on from
+            self._break("a step", error, rank=self.rank)
+            raise
         finally:
             if self._watchdog is not None:
                 self._watchdog.at(IDLE)
@@ -407,12 +424,18 @@ class Pipeline:
             yield
         except Exception as error:
             self._fail(action, error, rank=self.rank)
+        except BaseException as error:
+            self._break(action, error, rank=self.rank)
+            raise
         finally:
             if self._watchdog is not None:
                 self._watchdog.at(IDLE)
 
     def _fail(self, action: str, cause: BaseException, *, rank: int) -> None:
-        """Record the failure, close the links so that neighbours notice, drop the state, and raise with the origin."""
+        raise self._break(action, cause, rank=rank) from cause
+
+    def _break(self, action: str, cause: BaseException, *, rank: int) -> PipelineError:
+        """Record the failure, close the links so that neighbours notice, drop the state; the error names the origin."""
         failure = Failure(rank, action, words(cause))
         lost, seen = cause.lost_peer if isinstance(cause, LinkError) else None, cause
         if lost is None and isinstance(cause, LinkError) and (found := self._wiring.lost(0.0)) is not None:
@@ -428,11 +451,12 @@ class Pipeline:
         settle = self._board.SETTLE_SECONDS  # longer for those who saw less
         origin = self._board.origin(wait=settle if known else 2 * settle if broken else 0.0)
         if origin is None:
-            if lost is not None and blamed != rank:
+            noticed, closed = f"Rank {rank} noticed in {action}", self._board.closed()
+            if closed not in (None, self.rank) and isinstance(cause, LinkError):
+                failure = closed_rank(closed, noticed=noticed)
+            elif lost is not None and blamed != rank:
                 logger.debug("rank %d noticed by: %s", rank, cause)
-                failure = lost_rank(
-                    lost, self._board.position(lost), noticed=f"Rank {rank} noticed in {action}", cause=seen
-                )
+                failure = lost_rank(lost, self._board.position(lost), noticed=noticed, cause=seen)
             origin = self._board.record(failure)
         error = PipelineError(origin, here=rank)
         self._broken = error
@@ -443,4 +467,14 @@ class Pipeline:
                 stage.discard()
         self.zero_grad()
         self.close()
-        raise error from cause
+        return error
+
+
+def _let_go(board: FailureBoard, watchdog: Watchdog | None, wiring: Wiring, process: int) -> None:
+    """What `close` does; knows no pipeline, so that a lost one can do it too."""
+    if os.getpid() != process:  # a forked child has copies, and no say
+        return
+    if watchdog is not None:
+        watchdog.stop()
+    board.say_closed()
+    wiring.close()

@@ -29,11 +29,14 @@ from torch import Tensor
 from terapipe.schedule import Link as PlannedLink
 from terapipe.schedule import Schedule, SlotAssignment
 from tpkernels.links import Link, LinkError, LinkSpec, LocalLink, Transfers, open_link, peer_missing, shm_missing
-from tpkernels.links.dist import break_group, reason
+from tpkernels.links.base import closed_error
+from tpkernels.links.dist import break_group, reason, timed_out
+from tpkernels.links.door import Door, inside
 from tpkernels.links.shm import SPIN_S
 
 logger = logging.getLogger("terapipe")
 
+TOGETHER = "what all ranks do together"
 _SEEN_S = 0.3  # a process's connections close before its end can be seen
 
 Expected = Mapping[PlannedLink, Transfers]
@@ -286,6 +289,7 @@ class _ProcessWiring:
         self._everyone: dist.ProcessGroup | None = everyone
         self._tied = dict(tied)
         self._lost: LinkError | None = None
+        self._door = Door(TOGETHER, self._break_groups, self._free)
 
     def expect(self, transfers: Expected) -> None:
         for planned, link in self.links.items():
@@ -295,17 +299,20 @@ class _ProcessWiring:
         for link in self.links.values():
             link.finish()
 
+    @inside
     def sum_over_ranks(self, values: list[float]) -> list[float]:
         table = torch.tensor(values, dtype=torch.float64)
         with self._together():
             dist.all_reduce(table, group=self._everyone)
         return table.tolist()
 
+    @inside
     def gather(self, own: list[Any]) -> list[list[Any]]:
         assert self._everyone is not None
         with self._together():
             return _exchange(own, self._everyone)
 
+    @inside
     def share(self, name: str, value: Tensor | None, *, like: Tensor | None) -> Tensor | None:
         source, group = self._tied[name]
         if group is None or (value is None and like is None):
@@ -325,6 +332,8 @@ class _ProcessWiring:
         try:
             yield
         except RuntimeError as error:
+            if self._door.closed:
+                raise closed_error(TOGETHER) from error
             lost = self.lost(0.0)
             deadline = time.monotonic() + _SEEN_S
             while lost is None and time.monotonic() < deadline:
@@ -332,8 +341,7 @@ class _ProcessWiring:
                 lost = self.lost(0.0)
             if lost is not None:
                 raise LinkError(str(lost), lost_peer=lost.lost_peer) from error
-            why = reason(error)
-            raise LinkError(f"the ranks did not come together: {why}", late="imed out" in why) from error
+            raise LinkError(f"the ranks did not come together: {reason(error)}", late=timed_out(error)) from error
 
     def lost(self, tick_s: float) -> LinkError | None:
         for link in self.links.values():
@@ -343,6 +351,9 @@ class _ProcessWiring:
     def give_up(self) -> None:
         for link in self.links.values():
             link.give_up()
+        self._break_groups()
+
+    def _break_groups(self) -> None:
         for group in self._groups():
             if dist.get_backend(group) == "gloo":
                 here = dist.get_rank()
@@ -355,6 +366,9 @@ class _ProcessWiring:
     def close(self) -> None:
         for link in self.links.values():
             link.close()
+        self._door.close()
+
+    def _free(self) -> None:
         groups = self._groups()
         self._tied.clear()
         self._everyone = None

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import endings
 import pytest
 from worker import CAUGHT
 
@@ -148,6 +149,33 @@ def test_the_first_slice_that_never_comes_is_named_whoevers_time_is_up(run_scena
 
 
 # ---- alone -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(bool(shm_missing()), reason=f"shared-memory links: {shm_missing()}")
+@pytest.mark.timeout(150)
+def test_every_rank_hears_how_a_pipeline_was_left(run_scenario: Callable[..., Any]) -> None:
+    processes = run_scenario("endings:endings", 2)
+    assert processes.status == 0
+    others, ending = processes.results  # rank 1 ends it
+    for links in endings.KINDS:
+        assert others[links, "left"] == ending[links, "left"] == []
+        for how in endings.ENDINGS:
+            heard, again = others[links, how]
+            assert heard.startswith("PipelineError: "), (links, how, heard)
+            assert "cannot be used again" in again
+            if how in ("closed", "lost"):
+                assert "rank 1 failed between steps: it had closed its pipeline" in heard, (links, how, heard)
+            elif how in endings.CLOSED:
+                assert "rank 1 failed in the gradient reduction: LinkError: what all ranks do together" in heard
+                assert "this end was closed" in heard and "this end was closed" in ending[links, how][0]
+        assert all("was closed; make a new one" in each for each in ending[links, "closed"])
+        assert ending[links, "lost"] == []
+        assert others[links, "interrupted"][0].endswith("rank 1 failed in a step: KeyboardInterrupt: ")
+        assert ending[links, "interrupted"][0] == "KeyboardInterrupt: "
+        assert "cannot be used again" in ending[links, "interrupted"][1]
+        assert "did not come" in others[links, "late"][0] and "ended without" not in others[links, "late"][0]
+    assert "some called step and others evaluate" in others["shm", "evaluates"][0]
+    assert "some called step and others evaluate" in ending["shm", "evaluates"][0]
 
 
 def test_a_board_without_a_store_remembers_nothing() -> None:

@@ -341,6 +341,23 @@ def _raise(*_: object) -> None:
     raise ArithmeticError("broken on purpose")
 
 
+@pytest.mark.parametrize("method", ["step", "evaluate"])
+def test_a_step_that_ctrl_c_ended_is_not_gone_on_from(method: str) -> None:
+    case = Case(ranks=2, slices=(3, 4), micros=2)
+    pipeline = case.pipeline()
+    calls = itertools.count()
+
+    def interrupt(*_: Any) -> None:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+
+    list(pipeline.layers().values())[-1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(pipeline, method)(case.batch())
+    with pytest.raises(PipelineError, match=r"cannot be used again; make a new one.*in a step: KeyboardInterrupt"):
+        pipeline.step(case.batch())
+
+
 def test_timeline_has_every_action_once_and_no_overlap_on_a_rank() -> None:
     with CASE.pipeline() as pipeline:
         pipeline.step(CASE.batch())

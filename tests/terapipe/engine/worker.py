@@ -1,4 +1,4 @@
-"""What the ranks of the process tests run: `python worker.py SCENARIO FOLDER`, started by launch.run_workers.
+"""What the ranks of the process tests run: `python worker.py [MODULE:]SCENARIO FOLDER`, started by launch.run_workers.
 
 Each scenario returns a dict, saved as FOLDER/rank<R>.pt for the test to compare. One start serves many cases, because
 starting is what costs.
@@ -6,6 +6,7 @@ starting is what costs.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import logging
 import os
@@ -372,10 +373,12 @@ def _ends(rank: int, ranks: int, how: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    scenario, folder = sys.argv[1], Path(sys.argv[2])
+    module, _, scenario = sys.argv[1].rpartition(":")
+    folder = Path(sys.argv[2])
     world = launch.initialize()
     (folder / f"pid{world.rank}").write_text(str(os.getpid()))
-    result = globals()[scenario](world.rank, world.size)
+    scenarios = vars(importlib.import_module(module)) if module else globals()
+    result = scenarios[scenario](world.rank, world.size)
     torch.save(result, folder / f"rank{world.rank}.pt")
     launch.shutdown()
 
