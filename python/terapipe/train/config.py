@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -252,6 +253,10 @@ class TrainConfig:
                 value = getattr(value, part)
             if not value >= least:  # not `<`: a NaN is refused too
                 raise ValueError(f"{key} is {value}; it must be at least {least}.")
+            if value == math.inf and key != "optimizer.clip":
+                raise ValueError(f"{key} is {value}; it must be a number.")
+        if self.seed >= 1 << 64:
+            raise ValueError(f"seed is {self.seed}; it must be below 2^64.")
         if self.parallel.slice_tokens and self.parallel.slices not in (1, len(self.parallel.slice_tokens)):
             raise ValueError(
                 f"parallel.slices is {self.parallel.slices} but parallel.slice_tokens names "
@@ -264,6 +269,12 @@ class TrainConfig:
             )
         if self.data.source == "synthetic" and self.data.train:
             raise ValueError("data.train names files, but data.source is 'synthetic'; add --data.source text (or bin).")
+        for key, source in (("validation", "text (or bin)"), ("document_end", "bin"), ("document_tokens", "synthetic")):
+            if getattr(self.data, key) != getattr(DataSettings(), key) and self.data.source not in source:
+                raise ValueError(
+                    f"data.{key} is given, but data.source {self.data.source!r} does not use it; add --data.source "
+                    f"{source}, or leave it out."
+                )
         if self.data.source != "synthetic" and not self.data.train:
             raise ValueError(
                 f"data.source is {self.data.source!r} but data.train names no file or folder; add --data.train PATH."

@@ -25,7 +25,7 @@ def load(path: Path, base: Settings) -> Settings:
     """`base` with the keys of a TOML file. ValueError for a file that is missing or not TOML, an unknown key, a
     value of a wrong type."""
     try:
-        table = tomllib.loads(path.read_text())
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a mark
     except OSError as error:
         raise ValueError(f"cannot read the config file {path}: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

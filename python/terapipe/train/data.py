@@ -5,7 +5,8 @@ token_file a memory-mapped file of uint16 or uint32 token ids ("bin")
 synthetic  endless random walks over a fixed table; a model learns them within a few hundred steps
 
 A batch follows from (seed, step) alone, so the step number is the whole state and a resumed run continues exactly.
-Every epoch cuts the tokens at another phase into windows and visits each window once, in another order.
+Every epoch cuts the tokens at another phase into windows and visits each window once, in another order; one without a
+target, in a long row of ends of documents, is passed over for the next.
 
 The trap: documents. The token that ends one gets no target (the next token belongs to another document), and
 `document_starts` tells the mask that nothing before it may be seen. Both are made here, in `pack`.
@@ -70,7 +71,8 @@ class Windows:
 
     end_of_document: id that ends a document, or None: then a sequence is one document. left_out: files that a folder
     holds and that are not text.
-    ValueError if a stream holds less than one sequence and its last target, or an id outside the vocabulary.
+    ValueError if a stream holds less than one sequence and its last target, an id outside the vocabulary, or nothing
+    but ends of documents.
     """
 
     training: TokenStream
@@ -94,6 +96,11 @@ class Windows:
                 )
             if stream is not None and len(stream.ids) <= SCAN_LIMIT_TOKENS:
                 _check_ids(stream.ids, self.vocab, origin=stream.origin)
+                if not self._has_target(stream.ids):
+                    raise ValueError(
+                        f"data: {stream.origin} holds nothing but token {self.end_of_document}, which ends a document, "
+                        "so there is nothing to learn; give other (or validation) data, or check document_end."
+                    )
 
     @property
     def epoch_windows(self) -> int:
@@ -108,8 +115,7 @@ class Windows:
     def train(self, step: int) -> Batch:
         """Batch of the 0-based training step."""
         first = step * self.sequences
-        starts = [self._start(sample) for sample in range(first, first + self.sequences)]
-        windows = [self.training.window(start, self.tokens, self.vocab) for start in starts]
+        windows = [self._window(sample) for sample in range(first, first + self.sequences)]
         return pack(np.stack(windows), self.end_of_document)
 
     def validation(self, index: int) -> Batch:
@@ -125,6 +131,19 @@ class Windows:
         batch = pack(np.stack(windows), self.end_of_document)
         batch.targets[max(0, available - first) :] = NO_TARGET
         return batch
+
+    def _window(self, sample: int) -> Tokens:
+        for number in range(sample, sample + 2 * self.epoch_windows):  # two epochs: at two phases
+            window = self.training.window(self._start(number), self.tokens, self.vocab)
+            if self._has_target(window):
+                return window
+        raise ValueError(
+            f"data: no sequence of {self.tokens} tokens from {self.training.origin} has a target: all are made of "
+            f"token {self.end_of_document}, which ends a document; give other data, or check document_end."
+        )
+
+    def _has_target(self, ids: Tokens) -> bool:
+        return not ids[:-1].min() == ids[:-1].max() == self.end_of_document
 
     def _start(self, sample: int) -> int:
         epoch, position = divmod(sample, self.epoch_windows)

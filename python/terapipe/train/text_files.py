@@ -56,6 +56,8 @@ def find_files(paths: Sequence[str | Path] | str | Path, suffixes: Sequence[str]
             anchor = Path(path.anchor)
             pattern = str(path.relative_to(anchor)) if path.anchor else str(path)
             below = [file for file in anchor.glob(pattern) if file.is_file()] if "*" in str(path) else []
+            if not below and path.exists():
+                raise ValueError(f"data: {path} is neither a file nor a folder; copy what it holds into a file.")
             if not below:
                 raise ValueError(
                     f"data: {path} does not exist (working directory {Path.cwd()}); give a file, folder or glob."

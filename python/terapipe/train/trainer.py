@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from terapipe import files
 from terapipe.engine import Pipeline, StepResult, launch
+from terapipe.engine.batch import NO_TARGET
 from terapipe.models import layers, tied_parameters
 from terapipe.train import checkpoint
 from terapipe.train.checkpoint_folder import find_after, set_aside_after
@@ -266,7 +267,10 @@ class Trainer:
         batches = min(self.source.validation_batches, -(-self.config.evaluate_sequences // sequences))
         total, targets = 0.0, 0
         for index in range(batches):
-            result = self.pipeline.evaluate(self.source.validation(index))
+            batch = self.source.validation(index)
+            if not bool((batch.targets != NO_TARGET).any()):  # in a long row of ends of documents
+                continue
+            result = self.pipeline.evaluate(batch)
             total, targets = total + result.loss * result.targets, targets + result.targets
         return ValidationMetrics(self.step, total / targets, targets) if targets else None
 
@@ -335,7 +339,8 @@ class Trainer:
             keep_earlier(folder / "config.toml")
         again = dataclasses.replace(self.config.checkpoint, load_step=None)  # of this start only
         with files.naming(folder / "config.toml"):
-            (folder / "config.toml").write_text(to_toml(dataclasses.replace(self.config, checkpoint=again)))
+            text = to_toml(dataclasses.replace(self.config, checkpoint=again))
+            (folder / "config.toml").write_text(text, encoding="utf-8")
         if later := find_after(self.config.checkpoint_folder, self.step):
             # From now on this run is the one that stopped here: the next --resume must not go on from where it was not.
             keep_earlier(folder / "metrics.jsonl", copy=True)

@@ -67,6 +67,12 @@ def test_the_example_of_the_documentation_loads(tmp_path: Path) -> None:
     config.plan(2)
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_bytes("\ufeffsteps = 7\nrun_dir = 'läufe'\n".encode())
+    config = config_file.load(tmp_path / "run.toml", TrainConfig())
+    assert (config.steps, config.run_dir) == (7, Path("läufe"))
+
+
 def test_a_missing_config_file_is_explained(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot read the config file .*nowhere\.toml"):
         config_file.load(tmp_path / "nowhere.toml", TrainConfig())
@@ -96,7 +102,18 @@ def test_sizes_that_follow_are_derived_again() -> None:
         (TrainConfig(optimizer=OptimizerSettings(learning_rate=float("nan"))), ["optimizer.learning_rate is nan"]),
         (TrainConfig(optimizer=OptimizerSettings(beta2=1.0)), ["optimizer.beta2 is 1.0", "below 1"]),
         (TrainConfig(optimizer=OptimizerSettings(eps=0.0)), ["optimizer.eps is 0.0"]),
+        (TrainConfig(optimizer=OptimizerSettings(learning_rate=float("inf"))), ["optimizer.learning_rate is inf"]),
         (TrainConfig(seed=-1), ["seed is -1"]),
+        (TrainConfig(seed=1 << 64), ["seed is 18446744073709551616", "below 2^64"]),
+        (TrainConfig(data=DataSettings(validation=(Path("."),))), ["data.validation is given", "source text (or bin)"]),
+        (
+            TrainConfig(data=DataSettings(source="text", train=(Path("."),), document_end=0)),
+            ["data.document_end is given", "--data.source bin"],
+        ),
+        (
+            TrainConfig(data=DataSettings(source="text", train=(Path("."),), document_tokens=8)),
+            ["data.document_tokens is given", "--data.source synthetic"],
+        ),
         (TrainConfig(data=DataSettings(source="text")), ["data.train names no file", "--data.train"]),
         (TrainConfig(data=DataSettings(source="text", train=(Path("no/such"),))), ["no/such does not exist"]),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,27 @@ def test_a_batch_depends_on_seed_and_step_alone(folder: Path) -> None:
         assert same(resumed.validation(1), forwards.validation(1))
         assert not same(make(5).train(0), expected[0])
         assert not same(expected[0], expected[1])
+
+
+def test_what_is_neither_file_nor_folder_is_said_to_be_so() -> None:
+    with pytest.raises(ValueError, match=f"{os.devnull} is neither a file nor a folder"):
+        find_files(os.devnull)
+
+
+def test_sequences_without_a_target_are_passed_over(tmp_path: Path) -> None:
+    ids = np.concatenate([np.full(200, 5), np.arange(40) % 5, np.full(200, 5)]).astype("<u2")
+    ids.tofile(tmp_path / "mostly_ends.bin")
+    file = tmp_path / "mostly_ends.bin"
+    data = token_file(file, validation=file, tokens=7, vocab=6, sequences=2, document_end=5, seed=1)
+    batches = [data.train(step) for step in range(3 * data.epoch_windows)]
+    assert all((batch.targets != NO_TARGET).any(dim=1).all() for batch in batches)
+    assert {int(token) for batch in batches for token in batch.tokens.unique()} == {0, 1, 2, 3, 4, 5}
+    assert same(data.train(2), batches[2])
+    np.full(200, 5, dtype="<u2").tofile(tmp_path / "ends.bin")
+    ends = tmp_path / "ends.bin"
+    for train, validation in ((ends, None), (file, ends), (file, None)):  # the last 5 % of `file` are ends too
+        with pytest.raises(ValueError, match=r"ends.bin.* holds nothing but token 5, which ends a document"):
+            token_file(train, validation=validation, tokens=7, vocab=6, document_end=5)
 
 
 def test_an_epoch_visits_every_window_once_and_each_epoch_has_its_own_phase() -> None:

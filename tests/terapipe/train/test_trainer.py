@@ -123,6 +123,17 @@ def test_text_trains_and_validates_on_other_files(tmp_path: Path) -> None:
     assert result.validation_loss_before == pytest.approx(math.log(257), abs=0.3)
 
 
+def test_validation_leaves_out_sequences_without_a_target(tmp_path: Path) -> None:
+    (np.arange(90) % 7).astype("<u2").tofile(tmp_path / "train.bin")
+    np.array([6] * 40 + [1, 2, 3, 4] * 10, dtype="<u2").tofile(tmp_path / "held_out.bin")
+    data = DataSettings(
+        source="bin", train=(tmp_path / "train.bin",), validation=(tmp_path / "held_out.bin",), document_end=6
+    )
+    run(with_changes(TINY, data=data, run_dir=tmp_path / "run", steps=1))
+    first = read_lines(tmp_path / "run" / "metrics.jsonl")[0]
+    assert math.isfinite(first["validation_loss"]) and 0 < first["targets"] < 34
+
+
 def test_a_token_id_outside_the_vocabulary_is_refused_before_the_first_step(tmp_path: Path) -> None:
     file = tmp_path / "tokens.bin"
     np.array([1, 2, 3] * 40 + [32] + [1] * 40, dtype=np.uint16).tofile(file)
