@@ -6,12 +6,14 @@ matmul_gflops is 1024^3, which the shares refer to; matmul_same_shape_gflops is 
 shape, batched over KV heads, on contiguous operands and into given outputs (a low bar: it writes and reads the scores).
 Shares are medians of ratios within a round. Every shape's answer is checked against fp64 before it is timed.
 
-The one trap: what a rival leaves in caches and clock rates costs its neighbour up to a third. So each round calls every
-rival CALLS times in a row: the last call counts, and the first, right after the others, gives the `_cold` columns.
+The one trap: a rival leaves caches and a clock rate that cost its neighbour up to a third, and a core that multiplies
+tiles lowers its clock within milliseconds. So each round has an order of its own and calls each rival again and again
+for WINDOW_S: the last call counts, and the first, right after another rival, gives the `_cold` columns.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +30,8 @@ from tpkernels.mask import RawMask
 from tpkernels.prefix_cache import PrefixCache
 
 MATMUL = 1024
-CALLS = 3
+WINDOW_S = 0.02
+LEAST_CALLS = 3
 
 
 @dataclass(frozen=True)
@@ -120,9 +123,13 @@ def measure(shape: Shape, dtype: torch.dtype, threads: int, rounds: int) -> Row:
     jobs |= _ours(shape, q, k, v, dout) | _sdpa(shape, q, k, v, dout)
     first: dict[str, list[float]] = {name: [] for name in jobs}
     last: dict[str, list[float]] = {name: [] for name in jobs}
+    for job in jobs.values():  # the backward of torch's attention needs its forward's graph
+        job()
+    order, shuffled = list(jobs), random.Random(0)
     for _ in range(rounds):
-        for name, job in jobs.items():
-            seconds = [_seconds(job) for _ in range(CALLS)]
+        shuffled.shuffle(order)
+        for name in order:
+            seconds = _window(jobs[name])
             first[name].append(seconds[0])
             last[name].append(seconds[-1])
     flops = {name: shape.forward_flops * (2.5 if "backward" in name else 1.0) for name in jobs}
@@ -159,10 +166,15 @@ def measure(shape: Shape, dtype: torch.dtype, threads: int, rounds: int) -> Row:
     )
 
 
-def _seconds(job: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    job()
-    return time.perf_counter() - start
+def _window(job: Callable[[], object]) -> list[float]:
+    """Seconds of each call, one after another until WINDOW_S is over, LEAST_CALLS or more."""
+    seconds: list[float] = []
+    end = time.perf_counter() + WINDOW_S
+    while len(seconds) < LEAST_CALLS or time.perf_counter() < end:
+        start = time.perf_counter()
+        job()
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def check(shape: Shape, dtype: torch.dtype) -> None:
