@@ -141,7 +141,9 @@ class PyRing {
       return step_.advance();
     }
     const Names& names = Names::get();
-    if (!member(x, names.dtype).is(dtype_) || !same(member(x, names.shape), transfer.shape)) raise(refuse_(key, x, step_.done()));
+    if (!member(x, names.dtype).is(dtype_) || !member(x, names.is_cpu).is(py::handle(Py_True)) ||
+        !same(member(x, names.shape), transfer.shape))
+      raise(refuse_(key, x, step_.done()));
     if (!call(x, names.is_contiguous).is(py::handle(Py_True))) x = call(x, names.contiguous);
     const std::byte* const from = address_of(x);
     std::byte* const slot = ring_->slot(transfer.slot);
@@ -260,7 +262,8 @@ class PyRing {
   void let_go() {
     end_heartbeat(ring_->beat());
     ring_.reset();
-    step_.set(py::list()); // tensors over the memory
+    step_.set(py::list());       // tensors over the memory
+    memory_ = py::buffer_info(); // whose owner may then unmap it
     const py::object freed = std::exchange(freed_, py::object());
     try {
       if (freed) freed();
@@ -364,7 +367,7 @@ class PyRing {
     }
   }
 
-  const py::buffer_info memory_; // keeps the mapping
+  py::buffer_info memory_; // keeps the mapping
   const pid_t owner_ = getpid();
   const py::object dtype_, refuse_, lose_;
   py::object watch_;

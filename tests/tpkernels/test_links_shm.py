@@ -25,7 +25,7 @@ from terapipe.schedule import seq_1f1b
 from terapipe.schedule.orders import demand_order
 from terapipe.schedule.slots import assign_slots, ring_slots
 from tpkernels import fused
-from tpkernels.links import Key, LinkError, LinkSpec, ShmLink, open_link, shm_missing
+from tpkernels.links import Key, LinkError, LinkSpec, ShmLink, open_link, shm, shm_missing
 
 pytestmark = pytest.mark.skipif(bool(shm_missing()), reason=f"shared-memory links: {shm_missing()}")
 
@@ -217,6 +217,51 @@ def test_both_ends_keep_to_the_plans_order_and_shapes(meet: Callable[..., Pair])
         sender.finish()
     with pytest.raises(LinkError, match="no longer holds"):
         receiver.release(keys[0])  # never taken
+
+
+def test_a_tensor_of_another_device_is_refused(meet: Callable[..., Pair]) -> None:
+    """Its address is none of this process's memory."""
+    sender, receiver = meet(_spec())
+    key, *_ = _expect((sender, receiver))
+    away = torch.empty(sender.spec.slot_shape, device="meta")
+    for residual in (None, away, torch.zeros(sender.spec.slot_shape)):
+        with pytest.raises((LinkError, RuntimeError), match=r"is on meta, but the pipeline computes on cpu|device"):
+            sender.put(key, away, residual)
+    sender.put(key, torch.ones(sender.spec.slot_shape))
+    assert bool((receiver.take(key) == 1).all())
+
+
+def test_a_close_unmaps_the_memory_unless_a_taken_tensor_looks_at_it(meet: Callable[..., Pair]) -> None:
+    sender, receiver = meet(_spec())
+    key, *_ = _expect((sender, receiver))
+    sender.put(key, torch.full(sender.spec.slot_shape, 3.0))
+    x = receiver.take(key)
+    mappings = _mappings()
+    sender.close()
+    assert _mappings() == mappings - 1  # this process holds both ends
+    receiver.close()
+    assert _mappings() == mappings - 1 and bool((x == 3).all())
+    del x
+    assert _mappings() == mappings - 2
+
+
+def _mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:terapipe-link")
+
+
+def test_whatever_keeps_a_receiver_from_offering_memory_is_told_to_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(shm, "_say", lambda spec, group, text: said.append(text))
+    monkeypatch.setattr(shm.dist, "get_rank", lambda: 1)
+
+    def offer(generation: int) -> Any:
+        raise MemoryError("no room")
+
+    with pytest.raises(MemoryError):
+        shm.meet(_spec(), None, offer)  # type: ignore[arg-type]
+    assert said == ["!rank 1 cannot share its slots: no room"]
+    monkeypatch.delattr(os, "memfd_create")
+    assert "memfd_create" in shm.shm_missing()
 
 
 def test_memory_of_another_meeting_or_shape_is_refused() -> None:

@@ -163,6 +163,11 @@ def check_put(spec: LinkSpec, shapes: Mapping[Key, tuple[int, ...]], key: Key, x
     """Refuse to send what the receiver does not expect."""
     if key not in shapes:
         raise unplanned(spec, shapes, key)
+    if x.device.type != spec.device.type:
+        raise LinkError(
+            f"{spec}: {name(key)} is on {x.device}, but the pipeline computes on {spec.device}; make the "
+            "layers return their tensors there."
+        )
     if x.dtype != spec.dtype or tuple(x.shape) != shapes[key]:
         raise LinkError(
             f"{spec}: {name(key)} is {x.dtype} {list(x.shape)}, but the plan says {spec.dtype} {list(shapes[key])}; "

@@ -9,6 +9,7 @@ peer write to it, so `verify` and `release` ask the slot whether it still holds 
 from __future__ import annotations
 
 import math
+import os
 import secrets
 import statistics
 import sys
@@ -51,6 +52,8 @@ def shm_missing() -> str:
     """Why this process cannot use shared-memory links; empty when it can."""
     if sys.platform != "linux":
         return f"needs Linux, this is {sys.platform}"
+    if not hasattr(os, "memfd_create"):
+        return "this Python was built without os.memfd_create"
     return "" if hasattr(_core, "Ring") else "tpkernels._core was not built, or without links"
 
 
@@ -89,7 +92,8 @@ class ShmLink:
         """spin_s: how long a wait spins before it sleeps; silence_s: a peer without a heartbeat for so long counts as
         lost; timeout_s: the longest wait; poison: fill released slots with NaN, for tests. ValueError when the memory
         was made for another spec or another meeting."""
-        self.spec, self._segment, self._poison = spec, met, poison
+        self.spec, self._poison = spec, poison
+        self._segment: Segment | None = met
         self._sender, self._peer = sender, spec.destination if sender else spec.source
         self._silence_s, self._silent_s, self._heard = silence_s, 0.0, 0
         self._order = Order(spec)
@@ -142,7 +146,9 @@ class ShmLink:
         """Hand x + residual on, each tile as soon as it is added, and return it: the slot, a leaf that must not be
         written."""
         code, shape, dtype = fused.kernel_code(self.spec.dtype), self._order.shapes.get(key), self.spec.dtype
-        fits = x.shape == residual.shape == shape and x.dtype == residual.dtype == dtype
+        fits = (
+            x.shape == residual.shape == shape and x.dtype == residual.dtype == dtype and x.is_cpu and residual.is_cpu
+        )
         if shape is None or code is None or not fits:
             total = torch.add(x, residual, out=self.reserve(key)) if fits else x + residual
             self._ring.put(key, total)
@@ -244,11 +250,14 @@ class ShmLink:
 
     def _free(self) -> None:
         self._views.clear()
-        self._segment.close()
+        met, self._segment = self._segment, None  # the mapping goes with the last tensor that looks at it
+        if met is not None:
+            met.close()
 
     def _transfer(self, key: Key, slot: int, shape: tuple[int, ...]) -> tuple[Key, int, tuple[int, ...], Tensor]:
         if (slot, shape) not in self._views:
-            count, offset = math.prod(shape), self._ring.slot_offset(slot)
+            count, offset = math.prod(shape), self._ring.slot_offset(slot)  # refuses where the end was closed
+            assert self._segment is not None
             view = torch.frombuffer(self._segment.memory, dtype=self.spec.dtype, count=count, offset=offset)
             self._views[slot, shape] = view.view(shape)
         return key, slot, shape, self._views[slot, shape]
@@ -284,7 +293,7 @@ def meet(spec: LinkSpec, group: dist.ProcessGroup, offer: Callable[[int], Offer]
     generation = secrets.randbits(31)
     try:
         offered = offer(generation)
-    except OSError as error:
+    except Exception as error:  # whatever it is, the sender waits to hear of it
         _say(spec, group, f"!rank {spec.destination} cannot share its slots: {error}")
         raise
     _say(spec, group, f"{offered.address} {generation}")
