@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,13 @@ class PlannedRun:
         missing = sorted({*_PLAIN, *_OTHER} - set(fields))
         if missing:
             raise ValueError(f"the plan file lacks {missing[0]!r}; make the plan again.")
+        for name in (
+            "step_s",
+            "makespan_s",
+            "bubble_share",
+        ):  # else a run would fail at its last line, which shows them
+            if type(fields[name]) not in (int, float) or not 0 <= fields[name] < math.inf:
+                raise ValueError(f"{name} of the plan file is {fields[name]!r}, not a number; make the plan again.")
         try:
             return PlannedRun(
                 **{name: fields[name] for name in _PLAIN},

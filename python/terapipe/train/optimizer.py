@@ -82,7 +82,8 @@ class Optimizer:
         if not math.isfinite(grad_norm):
             raise RuntimeError(
                 f"optimizer: the gradient norm at step {self.step_count} is {grad_norm}; weights are unchanged. Lower "
-                "the learning rate, warm up for longer, or look for broken data in this step's batch."
+                "the learning rate, warm up for longer, or look for broken data in this step's batch; resume from a "
+                "checkpoint well before (--checkpoint.load-step), since weights that grew stay in the newest."
             )
         rate = learning_rate(self.step_count, self.settings, steps=self.steps)
         if self._adamw is not None:

@@ -151,6 +151,9 @@ def test_a_plan_file_brings_everything_back(run, tmp_path):
         (lambda f: f.update(format="terapipe-plan"), "not a planned run"),
         (lambda f: f.pop("times"), "lacks 'times'"),
         (lambda f: f.update(links=3), "wrong type"),
+        (lambda f: f.update(step_s=None), "step_s of the plan file is None, not a number"),
+        (lambda f: f.update(makespan_s="3"), "makespan_s of the plan file is '3', not a number"),
+        (lambda f: f.update(bubble_share=float("nan")), "bubble_share of the plan file is nan, not a number"),
         (lambda f: f["plan"].update(micros=99), "99 micros"),
     ],
 )
