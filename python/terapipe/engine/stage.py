@@ -136,13 +136,13 @@ class Stage:
         assert x is not None
         mask = self._mask(micro, batch)
         positions = mask.positions(start, length).to(self.device).expand(self.micro_size, length)
-        for layer, cache in zip(self.layers.values(), self._caches_of(micro), strict=True):
+        for (name, layer), cache in zip(self.layers.items(), self._caches_of(micro), strict=True):
             told: dict[str, Any] = {}
             if entry is not None and layer is self._entered:
                 told["entry"] = entry
             if out is not None and layer is self._adds_out and not self.last:
                 told["out"] = out
-            x = layer(x, cache, mask, positions, **told)
+            x = one_tensor(layer(x, cache, mask, positions, **told), name)
         return self.loss(x, batch.targets[:, tokens]) if self.last else x
 
     def backward(
@@ -240,6 +240,13 @@ class Stage:
                 cache.reset()
         self._free.append(caches)
         self._masks.pop(micro, None)
+
+
+def one_tensor(x: object, name: str) -> Tensor:
+    """`x`, which the layer `name` returned."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"layer {name!r} returned a {type(x).__name__}; a layer returns one tensor.")
+    return x
 
 
 def _random_state(device: torch.device) -> list[Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from terapipe.engine.batch import KnownIds
 from terapipe.engine.failure import words
 from terapipe.engine.loss import cross_entropy_sum
-from terapipe.engine.stage import Stage
+from terapipe.engine.stage import Stage, one_tensor
 from tpkernels import Mask
 
 
@@ -30,7 +30,7 @@ def try_out(stage: Stage, *, hidden_size: int) -> KnownIds:
     given: dict[str, Any] = {"dtype": stage.dtype, "device": stage.device}
     ids = torch.zeros(shape[:2], dtype=torch.int64, device=stage.device)
     x = ids if stage.first else torch.zeros(shape, **given)
-    name = ""
+    name, first = "", x
     with _undisturbed(stage.layers.values(), stage.device), _lookups(next(iter(stage.layers.values())), ids) as rows:
         for (name, layer), cache in zip(stage.layers.items(), stage.make_caches(1), strict=True):
             if stage.recompute and cache is not None and not hasattr(cache, "recomputing"):
@@ -39,12 +39,17 @@ def try_out(stage: Stage, *, hidden_size: int) -> KnownIds:
                     "recompute=True needs (see PrefixCache.recomputing); add it, or leave recompute out."
                 )
             what = f"{_described(x)} (hidden_size is {hidden_size}, dtype {stage.dtype})"
+            given_x, version = x, _version(x)
             try:
                 x = layer(x, cache, Mask(), torch.zeros_like(ids))
             except Exception as error:
                 raise ValueError(f"layer {name!r} cannot run on {what}: {words(error)}") from error
-            if not isinstance(x, Tensor):
-                raise ValueError(f"layer {name!r} returned a {type(x).__name__}; a layer returns one tensor.")
+            one_tensor(x, name)
+            if given_x is first and _version(given_x) != version:
+                raise ValueError(
+                    f"layer {name!r} writes to its input in place, and begins a stage, whose input must stay as it was "
+                    "handed over; leave inplace=True out of it, or cut the stages elsewhere."
+                )
     if not stage.last and (x.shape, x.dtype) != (shape, stage.dtype):
         raise ValueError(
             f"layer {name!r} ends a stage with {_described(x)} for one token, but the next stage expects "
@@ -102,6 +107,11 @@ def _undisturbed(layers: Iterable[nn.Module], device: torch.device) -> Iterator[
         finally:
             for module, mode in modes:
                 module.training = mode
+
+
+def _version(x: Tensor) -> int:
+    """How often `x` was written to, as far as it counts."""
+    return 0 if x.is_inference() else x._version
 
 
 def _described(x: Tensor) -> str:

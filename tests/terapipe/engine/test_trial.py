@@ -10,7 +10,7 @@ import torch
 from engine_cases import Case
 from torch import Tensor, nn
 
-from terapipe.engine import Batch, Pipeline
+from terapipe.engine import Batch, Pipeline, PipelineError
 from terapipe.engine.batch import KnownIds
 from terapipe.engine.trial import joined
 from terapipe.models import layers
@@ -79,6 +79,10 @@ def _make(*modules: nn.Module, **options: Any) -> Pipeline:
             r"the last layer, '1', returned .*\[1, 1\] for one token; the",
         ),
         (
+            lambda: _make(Embed(), Wrong(lambda x: x.mul_(2)), Project()),
+            "layer '1' writes to its input in place, and begins a stage.*leave inplace=True out",
+        ),
+        (
             lambda: _make(Embed(), Wrong(lambda x: 1 / 0)),
             r"'1' cannot run on torch.float32 \[1, 1, 4\].*ZeroDivisionError",
         ),
@@ -91,6 +95,20 @@ def _make(*modules: nn.Module, **options: Any) -> Pipeline:
 def test_a_layer_that_does_not_fit_is_named_before_any_step(make: Callable[[], Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         make()
+
+
+def test_a_layer_that_returns_no_tensor_for_more_than_one_token_is_named_in_the_step() -> None:
+    pipeline = _make(Embed(), Wrong(lambda x: x if x.shape[1] == 1 else None))
+    with pytest.raises(PipelineError, match=r"in 1F0.0: ValueError: layer '1' returned a NoneType; a layer"):
+        pipeline.step(Batch(torch.zeros(1, 5, dtype=torch.int64), torch.zeros(1, 5, dtype=torch.int64)))
+
+
+def test_an_input_may_be_written_to_within_a_stage_and_under_inference_mode() -> None:
+    layers = [Embed(), Wrong(lambda x: x.mul_(2)), Project()]
+    plan = make_plan(layers=3, ranks=1, slices=[2, 3], tokens=5)
+    Pipeline(layers, plan, hidden_size=WIDTH)
+    with torch.inference_mode():
+        Pipeline(layers, plan, hidden_size=WIDTH)
 
 
 def test_trying_leaves_no_trace() -> None:
