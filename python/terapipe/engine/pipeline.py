@@ -146,19 +146,27 @@ class Pipeline:
         specs = link_specs(
             plan.schedule, self._slots, dtype, self._device, (plan.micro_size, max(plan.slices), hidden_size)
         )
-        self._wiring: Wiring = (
-            open_local_wiring(specs)
-            if self._local
-            else open_process_wiring(
-                specs,
-                self.rank,
-                links=links,
-                families=self.census.families,
-                owner=self.census.owner,
-                timeout=link_timeout,
-            )
-        )
         self._board = FailureBoard(self.rank, 1 if self._local else plan.ranks)
+        try:
+            self._wiring: Wiring = (
+                open_local_wiring(specs)
+                if self._local
+                else open_process_wiring(
+                    specs,
+                    self.rank,
+                    links=links,
+                    families=self.census.families,
+                    owner=self.census.owner,
+                    timeout=link_timeout,
+                )
+            )
+        except LinkError:  # on every rank
+            raise
+        except Exception as error:  # on one, say for want of descriptors; the others' wait for it fails later
+            origin = self._board.record(Failure(self.rank, "opening its links", words(error)))
+            if origin.rank == self.rank:
+                raise
+            raise PipelineError(origin, here=self.rank) from error
         self._watchdog = (
             None
             if self._local

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from faults import of_links
 from worker import Mix, _batch, _pipeline
 
-from terapipe.engine import Pipeline
+from terapipe.engine import Pipeline, wiring
 from terapipe.schedule import make_plan
 
 PATIENCE = timedelta(seconds=2)
@@ -35,7 +35,26 @@ def endings(rank: int, ranks: int) -> dict[Any, Any]:
             heard[links, how] = _one(rank, links, how)
         dist.barrier()
         heard[links, "left"] = _left_by_a_lost_one(links)
+    dist.barrier()
+    heard["no links"] = _no_links(rank)
     return heard
+
+
+def _no_links(rank: int) -> str:
+    """Rank 1 fails where its links are opened."""
+    opens = wiring.open_link
+    wiring.open_link = _no_descriptors if rank == 1 else opens
+    try:
+        _pipeline(2, links="shm", link_timeout=PATIENCE)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        wiring.open_link = opens
+    return ""
+
+
+def _no_descriptors(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("too many open files")
 
 
 def _one(rank: int, links: str, how: str) -> list[str]:
@@ -56,9 +75,9 @@ def _one(rank: int, links: str, how: str) -> list[str]:
         elif how == "late":
             time.sleep(PATIENCE.total_seconds() + 0.5)
     if how.endswith("the sum"):
-        wiring = pipeline._wiring
-        late, sums = (how == "closed in the sum") == (rank == 0), wiring.sum_over_ranks
-        wiring.sum_over_ranks = lambda values: (time.sleep(1.0 if late else 0.0), sums(values))[1]
+        wires = pipeline._wiring
+        late, sums = (how == "closed in the sum") == (rank == 0), wires.sum_over_ranks
+        wires.sum_over_ranks = lambda values: (time.sleep(1.0 if late else 0.0), sums(values))[1]
         if rank == 1:
             threading.Timer(0.5, pipeline.close).start()
     heard = []

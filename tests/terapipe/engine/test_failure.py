@@ -174,6 +174,8 @@ def test_every_rank_hears_how_a_pipeline_was_left(run_scenario: Callable[..., An
         assert ending[links, "interrupted"][0] == "KeyboardInterrupt: "
         assert "cannot be used again" in ending[links, "interrupted"][1]
         assert "did not come" in others[links, "late"][0] and "ended without" not in others[links, "late"][0]
+    assert ending["no links"] == "RuntimeError: too many open files"
+    assert others["no links"].endswith("rank 1 failed in opening its links: RuntimeError: too many open files")
     assert "some called step and others evaluate" in others["shm", "evaluates"][0]
     assert "some called step and others evaluate" in ending["shm", "evaluates"][0]
 
