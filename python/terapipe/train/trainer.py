@@ -179,6 +179,8 @@ class Trainer:
         config, started = self.config, time.perf_counter()
         loss = before = after = None
         shown = bar if self.first else False
+        if self.first and not config.checkpoint.every:
+            print_line("the model will not be saved, since checkpoint.every is 0; --checkpoint.every 100 would")
         with Progress(
             config.steps,
             every=config.log_every,

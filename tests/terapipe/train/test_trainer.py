@@ -56,6 +56,13 @@ def losses(config: TrainConfig) -> list[float]:
     return [line["loss"] for line in read_lines(config.run_dir / "metrics.jsonl") if "loss" in line]
 
 
+def test_a_model_that_will_not_be_saved_is_announced(tmp_path: Path) -> None:
+    for every, said in ((0, 1), (1, 0)):
+        lines: list[str] = []
+        run(with_changes(TINY, run_dir=tmp_path / str(every), steps=1, checkpoint__every=every), lines=lines)
+        assert sum("--checkpoint.every" in line for line in lines[:1]) == said
+
+
 def test_it_learns_the_synthetic_walks(tmp_path: Path) -> None:
     config = with_changes(TINY, run_dir=tmp_path, steps=150, tokens=64, parallel=ParallelSettings(slices=2))
     result = run(config)
