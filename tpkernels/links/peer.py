@@ -221,7 +221,7 @@ class PeerLink:
         """Puts a [..., K] @ b (+ residual), the product's last kernel writing into the slot; b: a weight [N, K], or
         [K, N] without `transposed`. The credit comes before the product."""
         columns = b.shape[0 if transposed else 1]
-        check_put(self.spec, self._order.shapes, key, torch.empty(*a.shape[:-1], columns, dtype=a.dtype, device="meta"))
+        check_put(self.spec, self._order.shapes, key, a[..., :1].expand(*a.shape[:-1], columns))
         rows = None if residual is None else _rows(residual)
         self._put(
             key,
