@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tpkernels.links.agreement import agree
 from tpkernels.links.base import Key, Link, LinkError, LinkSpec, Speed, Transfers
 from tpkernels.links.dist import DistLink
 from tpkernels.links.local import LocalLink
@@ -42,7 +43,8 @@ def open_link(kind: str, spec: LinkSpec, *, group: dist.ProcessGroup | None = No
 
     group: holds both ranks; "dist" sends through it, the others meet through it, so both ends make this call. options:
     of the medium (`ShmLink.open`, `PeerLink.open`).
-    ValueError for an unknown kind, LinkError when the two ends do not come together."""
+    ValueError for an unknown kind, LinkError on both ends when they were asked for different links or do not come
+    together."""
     if kind == "local":
         return LocalLink(spec)
     if kind not in KINDS:
@@ -50,5 +52,6 @@ def open_link(kind: str, spec: LinkSpec, *, group: dist.ProcessGroup | None = No
     if group is None:
         raise ValueError(f"{spec}: a link of kind {kind!r} needs a process group that holds both of its ranks.")
     if kind == "dist":
+        agree(kind, spec, group)
         return DistLink(spec, group)
     return (PeerLink if kind == "peer" else ShmLink).open(spec, group, **options)

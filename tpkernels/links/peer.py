@@ -28,6 +28,7 @@ from tpkernels import cuda_peer, hand_off
 from tpkernels.cuda import CudaBackend
 from tpkernels.fused_reference import NormValues
 from tpkernels.hand_off import Language, Slot
+from tpkernels.links.agreement import agree
 from tpkernels.links.base import (
     Key,
     LinkError,
@@ -170,6 +171,7 @@ class PeerLink:
             missing = f"its kernels add in fp32, too few bits for {spec.dtype}"
         if missing:
             raise LinkError(f"{spec}: links 'peer' cannot be had: {missing}.")
+        agree(PeerLink.kind, spec, group)
         sender = dist.get_rank() == spec.source
         try:
             met, generation = meet(

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tpkernels import fused
 from tpkernels.fused_reference import NormValues
+from tpkernels.links.agreement import agree
 from tpkernels.links.base import Key, LinkError, LinkSpec, Order, Speed, Transfers, check_put, lost_error, name
 from tpkernels.links.door import CLOSE_S, STAYED, log
 
@@ -116,7 +117,8 @@ class ShmLink:
     @staticmethod
     def open(spec: LinkSpec, group: dist.ProcessGroup, **options: Any) -> ShmLink:
         """Meet the other end through `group`; options: of the constructor. LinkError on both ends when either
-        cannot."""
+        cannot, or they were asked for different links."""
+        agree(ShmLink.kind, spec, group)
         try:
             met, generation = meet(spec, group, lambda generation: offer_segment(spec, generation))
             sender = dist.get_rank() == spec.source
