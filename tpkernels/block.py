@@ -5,8 +5,9 @@ csrc/cpu/block.cpp runs the kernels of `prefix_attention` and `tpkernels.fused` 
 own BLAS; the bits are those of the ops one by one, gradients of biases apart. What it saves is some hundred small calls
 a slice, each from a cold cache.
 
-The one trap: raw addresses. Tensors are plain fp32 on the CPU and contiguous, and what forward leaves (`Run`) and its
-inputs must live until the backward; `served` says whether a call may come here at all.
+The one trap: raw addresses. `served` says whether blocks of a shape run here at all, `fits` whether these tensors may
+come; ask it again before the backward, since a parameter's memory may have been replaced. What forward leaves (`Run`)
+and its inputs must live until then.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ except ImportError:  # not built
 
 MODULES = ("attention_norm", "query", "key", "value", "output", "mlp_norm", "gate", "up", "down")
 """Whose weight and bias `parameters` and `gradients` are, in this order, None where a block has none."""
+GATE = 2 * MODULES.index("gate")
 
 
 class BlockShape(NamedTuple):
@@ -51,7 +53,7 @@ class BlockShape(NamedTuple):
 
 
 @functools.cache
-def parameter_sizes(shape: BlockShape) -> tuple[torch.Size, ...]:
+def _parameter_sizes(shape: BlockShape) -> tuple[torch.Size, ...]:
     """Size of the weight and bias of each of MODULES, in order; gate's also where a block has none."""
     query, keys = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
     linears = {"query": (query, shape.hidden), "key": (keys, shape.hidden), "value": (keys, shape.hidden)}
@@ -61,16 +63,39 @@ def parameter_sizes(shape: BlockShape) -> tuple[torch.Size, ...]:
     return tuple(torch.Size(size) for weight in weights for size in (weight, weight[:1]))
 
 
-class Run(NamedTuple):
-    """What a forward leaves for its backward. saved: what csrc/cpu/block.h calls BlockSaved, first `middle`, which is
-    x + attention. normed: of x, if somebody else computed it."""
+def fits(shape: BlockShape, x: Tensor, parameters: Sequence[Tensor | None], cache: PrefixCache) -> bool:
+    """Whether an address says all about each of these: x [batch, tokens, hidden] and parameters, as MODULES says, are
+    plain fp32 on the CPU, contiguous and of the shape's sizes; the cache's k and v are, but for their strides."""
+    if x.dim() != 3 or x.shape[2] != shape.hidden or not _plain(x) or (parameters[GATE] is not None) != shape.gated:
+        return False
+    for index, (parameter, size) in enumerate(zip(parameters, _parameter_sizes(shape), strict=True)):
+        if parameter is None:
+            if index % 2 == 0 and index != GATE:
+                return False  # only biases may be left out
+        elif parameter.shape != size or not _plain(parameter):
+            return False
+    rows = (x.shape[0], cache.capacity, shape.kv_heads, shape.head_dim)
+    return all(each.shape == rows and each.dtype == torch.float32 and each.is_cpu for each in (cache.k, cache.v))
 
-    saved: list[Tensor]
+
+def _plain(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and x.is_cpu and x.is_contiguous() and not x.is_neg()
+
+
+class Run(NamedTuple):
+    """What a forward leaves for its backward.
+
+    saved: what csrc/cpu/block.h calls BlockSaved, first `middle`, which is x + attention; then out, mean and rstd of
+    the norm of x, None where nobody gave them. keys, values: the cache's k and v.
+    """
+
+    saved: Sequence[Tensor | None]
     piece: Slice
     generation: int
     mask: RawMask
     turns: Tensor | None
-    normed: NormValues | None
+    keys: Tensor
+    values: Tensor
 
 
 def served(shape: BlockShape, mask: Mask) -> bool:
@@ -107,7 +132,9 @@ def _sgemm() -> int:
         function: Any = ctypes.CDLL(str(library)).sgemm_
     except (OSError, AttributeError):
         return 0
-    a, b, c = torch.arange(6.0), torch.arange(12.0), torch.full((8,), torch.nan)  # columns first: 2 x 3, 3 x 4, 2 x 4
+    # Columns first: 2 x 3, 3 x 4, 2 x 4. Whatever torch's defaults are, this memory is fp32 on the CPU.
+    a, b, c = (torch.arange(size, dtype=torch.float32, device="cpu") for size in (6, 12, 8))
+    c.fill_(torch.nan)
     sizes = [ctypes.byref(ctypes.c_int64(size)) for size in (2, 4, 3)]
     one, none = ctypes.byref(ctypes.c_float(1.0)), ctypes.byref(ctypes.c_float(0.0))
     rows, _, inner = sizes
@@ -143,8 +170,15 @@ def block_forward(
     piece, append, generation = place(cache.position, cache.progress, start, tokens, capacity=cache.capacity)
     rows = raw_mask(settings, mask.document_starts, piece, batch)
     kernel = _kernel(shape)
-    saved, out = [torch.empty(floats) for floats in kernel.saved_floats(batch, tokens)], torch.empty_like(x)
-    run = Run(saved, piece, generation, rows, turns, normed)
+    if normed is not None:
+        sizes = {"out": x.numel(), "mean": 0 if shape.rms else batch * tokens, "rstd": batch * tokens}
+        for name, size in sizes.items():
+            each = getattr(normed, name)
+            assert (each is None) == (size == 0), f"the norm's {name} is {each}"
+            assert each is None or (_plain(each) and each.numel() == size), f"{name} {each.shape}, {each.dtype}"
+    parts = [torch.empty(floats, dtype=x.dtype, device=x.device) for floats in kernel.saved_floats(batch, tokens)]
+    known = [None] * 3 if normed is None else [normed.out, normed.mean, normed.rstd]
+    out, run = torch.empty_like(x), Run([*parts, *known], piece, generation, rows, turns, cache.k, cache.v)
     kernel.forward(*_call(x, parameters, cache, settings.scale, run), append, apart, out.data_ptr())
     if append:
         appended(cache.position, piece)
@@ -164,7 +198,13 @@ def block_backward(
     dx: Tensor,
 ) -> None:
     """dout [batch, tokens, hidden] -> dx, contiguous, other memory. Adds into `gradients` (as MODULES says, None: not
-    wanted) and into the cache's accumulator. ValueError for backwards out of order."""
+    wanted) and into the cache's accumulator. ValueError for backwards out of order, RuntimeError for a cache whose
+    tensors are others than in the forward."""
+    if cache.k is not run.keys or cache.v is not run.values:
+        raise RuntimeError(
+            f"prefix_attention: backward of slice {run.piece}, whose cache has been given another k or v since its "
+            "forward; run the backward of every slice before"
+        )
     accumulator = cache.require_accumulator()
     dk, dv, state = accumulator.dk, accumulator.dv, accumulator.state
     if starts_backward(run.piece, run.generation, cache.position, cache.progress, state):
@@ -184,22 +224,20 @@ def _call(
 ) -> tuple[Any, ...]:
     """The arguments that forward and backward share."""
     batch, tokens, _ = x.shape
-    normed = (0, 0, 0)
-    if run.normed is not None:
-        normed = tuple(0 if each is None else each.data_ptr() for each in run.normed[1:])  # type: ignore[assignment]
+    saved = _addresses(run.saved)
     turns = (0, 0) if run.turns is None else (run.turns.data_ptr(), run.turns.shape[0])
     return (
         batch,
         tokens,
         _addresses(parameters),
         x.data_ptr(),
-        normed,
+        saved[-3:],
         turns,
         view(cache.k),
         view(cache.v),
         mask_sizes(run.mask, run.piece.start),
         scale,
-        _addresses(run.saved),
+        saved[:-3],
         torch.get_num_threads(),
     )
 

@@ -197,8 +197,8 @@ def norm_forward(
     elif total is None:
         total = torch.empty_like(out)
     assert total is not None
-    mean = None if rms else torch.empty(rows, 1)
-    rstd = torch.empty(rows, 1)
+    mean = None if rms else x.new_empty(rows, 1, dtype=torch.float32)
+    rstd = x.new_empty(rows, 1, dtype=torch.float32)
     _core.norm_forward(
         code,
         rms,
@@ -239,11 +239,12 @@ def norm_backward(
         of_weight = found.dweight if dweight is None else dweight.add_(found.dweight)
         of_bias = found.dbias if dbias is None or found.dbias is None else dbias.add_(found.dbias)
         return NormGradients(_placed(found.dx, dx), of_weight, of_bias)
+    _check_alike(x, dout, dresidual, dx)
     rows, columns = x.shape
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if dx is None else dx
-    dweight = torch.zeros(columns) if dweight is None else dweight
+    dweight = x.new_zeros(columns, dtype=torch.float32) if dweight is None else dweight
     if mean is not None and dbias is None:
-        dbias = torch.zeros(columns)
+        dbias = x.new_zeros(columns, dtype=torch.float32)
     _core.norm_backward(
         code,
         mean is None,
@@ -273,10 +274,17 @@ def rotate(x: Tensor, turns: Tensor, *, head_dim: int, inverse: bool = False, ou
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     turns = turns.contiguous()
     rows, columns = x.shape
-    turn_rows = max(1, turns.shape[0])
+    turn_rows = turns.shape[0]
+    if turns.shape[1] * 2 != head_dim or not turns.is_cpu or (rows and (not turn_rows or rows % turn_rows)):
+        raise ValueError(
+            f"rotary: turns are {list(turns.shape)} on {turns.device}; {rows} rows with head_dim {head_dim} need "
+            f"[rows, {head_dim // 2}] on cpu, their number a divisor of {rows}"
+        )
     threads = torch.get_num_threads()
     heads = columns // head_dim
-    _core.rotary(code, inverse, rows, heads, head_dim, turn_rows, _view(x), _view(out), turns.data_ptr(), threads)
+    _core.rotary(
+        code, inverse, rows, heads, head_dim, max(1, turn_rows), _view(x), _view(out), turns.data_ptr(), threads
+    )
     return out
 
 
@@ -301,6 +309,7 @@ def gated_backward(
     if code is None:
         found = formulas.gated_backward(dout, gate, up, activation=activation)
         return found._replace(out=_placed(found.out, out))
+    _check_alike(gate, dout, up, out)
     out = torch.empty_like(gate, memory_format=torch.contiguous_format) if out is None else out
     dgate = torch.empty_like(gate, memory_format=torch.contiguous_format)
     dup = None if up is None else torch.empty_like(dgate)
@@ -319,6 +328,15 @@ def gated_backward(
         torch.get_num_threads(),
     )
     return GatedGradients(out, dgate, dup)
+
+
+def _check_alike(x: Tensor, *others: Tensor | None) -> None:
+    for other in others:
+        if other is not None and (other.shape != x.shape or other.dtype != x.dtype):
+            raise RuntimeError(
+                f"tpkernels.fused: {list(other.shape)} {other.dtype} beside {list(x.shape)} {x.dtype}; they must be "
+                "alike (run backward() outside autocast, and before parameters change)"
+            )
 
 
 def kernel_code(dtype: torch.dtype) -> int | None:

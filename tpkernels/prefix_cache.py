@@ -224,8 +224,10 @@ class PrefixCache:
                 )
 
     def require_accumulator(self) -> GradientAccumulator:
-        """The accumulator, made now if there is none."""
-        if self.accumulator is None:
+        """The accumulator, made now if there is none; ValueError if one was assigned that does not fit."""
+        if self.accumulator is not None:
+            self._check_accumulator(self.accumulator)
+        else:
             batch, capacity, kv_heads, head_dim = self.k.shape
             self.accumulator = GradientAccumulator(
                 batch,

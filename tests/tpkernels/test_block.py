@@ -133,7 +133,9 @@ def computed(
     for x, turn in zip(xs, turns, strict=True):
         values = norm_forward(x.flatten(0, 1), weight, bias, eps=s.eps, rms=s.rms) if normed else None
         out, run = block_forward(s, x, case.given, cache, mask, turns=turn, normed=values, apart=apart)
-        outs.append(out + run.saved[0].view(x.shape) if apart else out)
+        middle = run.saved[0]
+        assert middle is not None
+        outs.append(out + middle.view(x.shape) if apart else out)
         runs.append(run)
     cache.require_accumulator().dk.fill_(torch.nan)
     dxs = [torch.full_like(x, torch.nan) for x in xs]

@@ -310,7 +310,7 @@ def _through_norm(
     parameters."""
     if dout is None:
         return dresidual, None, None
-    if out is not None and (out.dtype, out.numel()) != (dout.dtype, dout.numel()):
+    if out is not None and (out.dtype, out.numel(), out.device) != (dout.dtype, dout.numel(), dout.device):
         out = None  # whoever wants the gradient will say what is wrong with it
     beside = None if dresidual is None else as_rows(dresidual)
     dx = dout if out is None else out.view(dout.shape)

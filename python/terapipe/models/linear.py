@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tpkernels.prefix_cache import accumulator_dtype
+
 IN_PLACE = "accumulates_in_place"
 """Attribute that the engine sets on the parameters whose `.grad` it owns."""
 
@@ -48,11 +50,14 @@ class _AccumulatingLinear(torch.autograd.Function):
 
 
 def owned_gradient(parameter: Tensor | None) -> Tensor | None:
-    """The gradient that a backward may add to: there already, owned by the engine, fp32 at least."""
+    """The gradient that a backward may add to: there already, owned by the engine, of the parameter's size, and fp32
+    (fp64 for fp64)."""
     if parameter is None or not getattr(parameter, IN_PLACE, False):
         return None
     gradient = parameter.grad
-    return gradient if gradient is not None and gradient.dtype.itemsize >= 4 and gradient.is_contiguous() else None
+    if gradient is None or gradient.dtype != accumulator_dtype(parameter.dtype) or gradient.shape != parameter.shape:
+        return None
+    return gradient if gradient.is_contiguous() else None
 
 
 def weight_gradient(dout: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:

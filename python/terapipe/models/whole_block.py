@@ -14,7 +14,7 @@ from torch import Tensor
 from terapipe.models.half_blocks import Entry, Out, Piece, parameters_of
 from terapipe.models.linear import owned_gradient
 from tpkernels import Mask, PrefixCache
-from tpkernels.block import MODULES, BlockShape, block_backward, block_forward, parameter_sizes, served
+from tpkernels.block import MODULES, BlockShape, block_backward, block_forward, fits, served
 
 if TYPE_CHECKING:
     from terapipe.models.transformer import Block
@@ -40,33 +40,35 @@ def whole_block(
     out: Out | None,
 ) -> Tensor | None:
     """What `Block.forward` returns, or None: then nothing has happened yet."""
-    if hidden.dtype != torch.float32 or type(cache) is not PrefixCache or cache.k.dtype != torch.float32:
+    if type(cache) is not PrefixCache or not isinstance(mask, Mask):
         return None
     parameters = parameters_of(hidden, *(getattr(block, name) for name in MODULES))
     if parameters is None or not hidden.numel() or not served(block.shape, mask):
         return None
-    fits = hidden.shape[0] == cache.k.shape[0] and hidden.shape[2] == block.shape.hidden and cache.k.is_cpu
-    documents = mask.document_starts
-    if not fits or (documents is not None and (documents.shape[0] not in (1, hidden.shape[0]) or not documents.is_cpu)):
-        return None  # the pieces say what is wrong
-    if turns is not None and turns.dtype != torch.complex64:
-        return None
-    if not _as_planned(block, parameters):
-        return None
+    x = hidden.contiguous()
+    if not fits(block.shape, x, parameters, cache) or not _as_planned(block, x, mask, turns):
+        return None  # the pieces say what is wrong, if anything is
+    if torch.is_grad_enabled() and any(each is not None and each.is_inference() for each in (hidden, *parameters)):
+        return None  # autograd refuses to save them: the pieces hear of it before they write to the cache
     result: Tensor = _WholeBlock.run(hidden, _Call(block.shape, cache, mask, turns, entry, out), *parameters)
     return result
 
 
-def _as_planned(block: Block, parameters: list[Tensor | None]) -> bool:
-    """Whether the modules are still those that the block was made with: raw addresses have no size."""
-    shape = block.shape
+def _as_planned(block: Block, x: Tensor, mask: Mask, turns: Tensor | None) -> bool:
+    """Whether the norms are still those that the block was made with, its GEMMs are wanted in fp32, and documents and
+    turns fit x [batch, tokens, hidden]."""
+    shape, documents, batches = block.shape, mask.document_starts, (1, x.shape[0])
     for norm in (block.attention_norm, block.mlp_norm):
         if norm.eps != shape.eps or norm.rms != shape.rms:
             return False
-    for parameter, size in zip(parameters, parameter_sizes(shape), strict=True):
-        if parameter is not None and (parameter.shape != size or not parameter.is_contiguous()):
-            return False
-    return shape.gated == (block.gate is not None)
+    if torch._C._get_fp32_precision_getter("mkldnn", "matmul") not in ("none", "ieee"):
+        return False
+    if documents is not None and (documents.shape[0] not in batches or not documents.is_cpu):
+        return False
+    if turns is None:
+        return True
+    fits_rows = turns.shape[0] in batches and turns.shape[1:] == (x.shape[1], 1, shape.head_dim // 2)
+    return fits_rows and turns.dtype == torch.complex64 and turns.is_cpu and not turns.is_conj()
 
 
 class _WholeBlock(Piece):
@@ -82,17 +84,26 @@ class _WholeBlock(Piece):
         made, run = block_forward(
             call.shape, x, parameters, call.cache, call.mask, turns=turns, normed=normed, apart=call.out is not None
         )
-        ctx.save_for_backward(x, *parameters)
-        ctx.call, ctx.run = call._replace(out=None), run
+        ctx.save_for_backward(x, *parameters, *run.saved)  # not in ctx.run: hooks see them, and a backward frees them
+        ctx.gradient = None if call.entry is None else call.entry.gradient
+        ctx.call, ctx.run = call._replace(entry=None, out=None), run._replace(saved=())
         if call.out is None:
             return made
-        return call.out(made, run.saved[0].view(x.shape))
+        middle = run.saved[0]
+        assert middle is not None
+        return call.out(made, middle.view(x.shape))
 
     @staticmethod
     def backward(ctx: Any, dhidden: Tensor) -> tuple[Tensor | None, ...]:
         Piece.refuse_second_derivative()
-        x, *parameters = ctx.saved_tensors
+        x, *saved = ctx.saved_tensors
         call, needs = ctx.call, ctx.needs_input_grad[2:]
+        parameters, run = saved[: len(needs)], ctx.run._replace(saved=saved[len(needs) :])
+        if not fits(call.shape, x, parameters, call.cache):
+            raise RuntimeError(
+                "terapipe.models: since its forward a parameter of a block, or its cache, has got another size, dtype, "
+                "device or layout; run the backward of every slice before half(), to() and the like"
+            )
         wanted = [parameter if need else None for parameter, need in zip(parameters, needs, strict=True)]
         owned = [owned_gradient(parameter) for parameter in wanted]
         new = [
@@ -100,11 +111,10 @@ class _WholeBlock(Piece):
             for parameter, gradient in zip(wanted, owned, strict=True)
         ]
         gradients = [ours if ours is not None else fresh for ours, fresh in zip(owned, new, strict=True)]
-        dx = None if call.entry is None or call.entry.gradient is None else call.entry.gradient()
-        if dx is None or dx.shape != x.shape or dx.dtype != x.dtype or not dx.is_contiguous():
+        dx = None if ctx.gradient is None else ctx.gradient()
+        if dx is None or dx.shape != x.shape or dx.dtype != x.dtype or not dx.is_cpu or not dx.is_contiguous():
             dx = torch.empty_like(x)
-        block_backward(
-            call.shape, ctx.run, dhidden.contiguous(), x, parameters, gradients, call.cache, call.mask, dx=dx
-        )
+        dout = torch.zeros_like(x) if dhidden._is_zerotensor() else dhidden.contiguous().resolve_neg()
+        block_backward(call.shape, run, dout, x, parameters, gradients, call.cache, call.mask, dx=dx)
         # A view: autograd copies a gradient whose tensor somebody else holds too, as a link does its slot's.
         return (dx.view(x.shape) if ctx.needs_input_grad[0] else None, None, *new)

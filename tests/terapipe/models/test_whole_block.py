@@ -15,7 +15,7 @@ from terapipe.models import ModelConfig, layers, transformer
 from terapipe.models.half_blocks import Entry
 from terapipe.models.linear import IN_PLACE
 from terapipe.models.transformer import Block
-from tpkernels import Mask, PrefixCache, block
+from tpkernels import GradientAccumulator, Mask, PrefixCache, block
 from tpkernels.fused import norm_forward
 
 LLAMA = ModelConfig(
@@ -100,7 +100,7 @@ def _hook(made: Block) -> None:
 
 
 def _subclass(made: Block) -> None:
-    made.make_cache = lambda batch, capacity, dtype, device: type("Own", (PrefixCache,), {})(  # type: ignore[assignment]
+    made.make_cache = lambda batch, capacity, dtype, device: type("Own", (PrefixCache,), {})(  # type: ignore[assignment, misc]
         batch, capacity, made.shape.kv_heads, made.shape.head_dim, dtype=dtype, device=device
     )
 
@@ -124,7 +124,17 @@ def _other_eps(made: Block) -> None:
     made.mlp_norm.eps = 0.1
 
 
-@pytest.mark.parametrize("change", [_hook, _subclass, _strided, _double, _narrower, _other_eps])
+def _wide_turns(made: Block) -> None:
+    angles = made.angles
+    assert angles is not None
+
+    def wide(positions: Tensor, *, dtype: torch.dtype) -> Tensor:
+        return angles(positions, dtype=torch.float64)
+
+    made.angles = wide  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("change", [_hook, _subclass, _strided, _double, _narrower, _other_eps, _wide_turns])
 def test_what_one_call_cannot_compute_runs_as_pieces(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[Block], None]
 ) -> None:
@@ -197,3 +207,136 @@ def test_an_input_changed_before_the_backward_is_noticed() -> None:
     moved.detach().add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def once(made: Block, cache: PrefixCache | None = None, mask: Any = None, positions: Tensor | None = None) -> Tensor:
+    """Of two sequences of five tokens."""
+    mask = Mask() if mask is None else mask
+    cache = made.make_cache(2, 5, torch.float32, "cpu") if cache is None else cache
+    hidden = torch.arange(2 * 5 * LLAMA.hidden, dtype=torch.float32, device="cpu").sin().view(2, 5, -1)
+    hidden.requires_grad_()
+    found = made(hidden, cache, mask, Mask().positions(0, 5) if positions is None else positions)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def test_caches_turns_and_masks_that_do_not_fit_are_refused_as_by_the_pieces() -> None:
+    made = make(LLAMA)
+    for sizes in ((1, 6), (2, 4), (4, 6), (2, 16), (2, 6, 9)):
+        with pytest.raises(ValueError, match=r"\bthe cache holds\b"):
+            once(made, PrefixCache(2, 5, *sizes))
+    for positions in (
+        torch.arange(4)[None],
+        torch.zeros(1, 0, dtype=torch.int64),
+        torch.arange(5, device="meta")[None],
+    ):
+        with pytest.raises(ValueError, match="rotary: turns are"):
+            once(made, positions=positions)
+    with pytest.raises(TypeError, match="mask is a str"):
+        once(made, mask="causal")
+    made.up.weight = None  # type: ignore[assignment]
+    with pytest.raises((AttributeError, TypeError)):
+        once(made)
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt"])
+def test_torchs_default_dtype_and_device_are_not_the_blocks(config: ModelConfig) -> None:
+    made, expected = make(config), run(make(config))[0]
+    cache, mask, positions = made.make_cache(2, 5, torch.float32, "cpu"), Mask(), torch.arange(5)[None]
+    block._sgemm.cache_clear()
+    block._served.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            assert block._sgemm()
+            found = once(made, cache, mask, positions)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.dtype == torch.float32 and found.is_cpu and torch.equal(found, once(make(config)))
+    assert all(torch.equal(value, expected[name]) for name, value in run(made)[0].items())
+
+
+def _halved(made: Block, cache: PrefixCache) -> None:
+    made.half()
+
+
+def _resized(made: Block, cache: PrefixCache) -> None:
+    made.down.weight.data = made.down.weight.data[:, :9].contiguous()
+
+
+def _other_keys(made: Block, cache: PrefixCache) -> None:
+    cache.k = cache.k.clone()
+
+
+def _small_sums(made: Block, cache: PrefixCache) -> None:
+    cache.accumulator = GradientAccumulator(2, 3, LLAMA.kv_heads, LLAMA.head_dim)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (_halved, "another size, dtype"),
+        (_resized, "another size, dtype"),
+        (_other_keys, "another k or v"),
+        (_small_sums, "capacity or more"),
+    ],
+)
+def test_memory_exchanged_before_the_backward_is_an_error(
+    change: Callable[[Block, PrefixCache], None], says: str
+) -> None:
+    made = make(LLAMA)
+    cache = made.make_cache(2, 5, torch.float32, "cpu")
+    loss = once(made, cache).sum()
+    change(made, cache)
+    with pytest.raises((RuntimeError, ValueError), match=says):
+        loss.backward()
+    assert cache.backward_end == 5 and all(parameter.grad is None for parameter in made.parameters())
+
+
+def test_gradients_of_another_dtype_are_left_to_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepared() -> Block:
+        made = make(GPT)
+        for parameter in made.parameters():
+            parameter.grad_dtype = torch.float64
+            parameter.grad = torch.zeros_like(parameter, dtype=torch.float64)
+        return made
+
+    got, _ = run(prepared(), owned=True)
+    expected, plain = pieces(monkeypatch, prepared(), owned=True), run(make(GPT))[0]
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-5, msg=name)
+        torch.testing.assert_close(value.float(), plain[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_what_a_backward_needs_is_autograds_to_keep_and_to_free() -> None:
+    made, seen = make(LLAMA), list[Tensor]()
+
+    def keep(x: Tensor) -> Tensor:
+        seen.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        once(made)
+    rows = 2 * 5
+    sizes = [rows * LLAMA.hidden] * 3 + [rows * 24] * 2 + [rows * LLAMA.ffn_hidden] * 2
+    assert sorted(sizes) == sorted(x.numel() for x in seen if x.dim() == 1 and x.numel() >= min(sizes))
+
+
+def test_a_slice_that_autograd_cannot_save_is_not_in_the_cache() -> None:
+    made = make(LLAMA)
+    cache = made.make_cache(2, 5, torch.float32, "cpu")
+    with torch.inference_mode():
+        hidden = torch.randn(2, 5, LLAMA.hidden)
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
+        made(hidden, cache, Mask(), Mask().positions(0, 5))
+    assert cache.length == 0
+
+
+def test_gemms_wanted_in_bf16_are_torchs() -> None:
+    made = make(LLAMA)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert run(made)[1] == "_MlpBackward"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert run(made)[1] == "_WholeBlockBackward"
