@@ -280,3 +280,28 @@ def test_empty_rows():
     assert values.out.shape == (0, 8) and torch.equal(found.dweight, torch.zeros(8))
     assert fused.gated_forward(x, x, activation="silu").shape == (0, 8)
     assert fused.rotate(x, torch.empty(0, 2, dtype=torch.complex64), head_dim=4).shape == (0, 8)
+
+
+def test_rows_that_do_not_fit_each_other_are_refused():
+    x, w = torch.randn(4, 6), torch.ones(6)
+    rstd = fused.norm_forward(x, w, None, eps=EPS, rms=True).rstd
+    for other in (x[:, :4], x[:2], x.bfloat16()):  # bf16: a backward that runs under autocast
+        with pytest.raises(RuntimeError, match="must be alike"):
+            fused.gated_backward(other, x, x, activation="silu")
+        with pytest.raises(RuntimeError, match="must be alike"):
+            fused.norm_backward(other, x, w, None, rstd)
+    for turns in (torch.empty(0, 3), torch.empty(3, 3), torch.empty(4, 2), torch.empty(4, 3, device="meta")):
+        with pytest.raises(ValueError, match="rotary: turns are"):
+            fused.rotate(x, turns.to(torch.complex64), head_dim=6)
+
+
+def test_torchs_default_dtype_is_not_the_kernels():
+    x = torch.randn(5, 6)
+    torch.set_default_dtype(torch.float16)
+    try:
+        values = fused.norm_forward(x, torch.ones_like(x[0]), None, eps=EPS, rms=False)
+        found = fused.norm_backward(x, x, torch.ones_like(x[0]), values.mean, values.rstd)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for each in (values.mean, values.rstd, found.dweight, found.dbias):
+        assert each.dtype == torch.float32

@@ -7,9 +7,9 @@ residual is added by a GEMM, weights' gradients are added in place (linear.py), 
 At a stage's border the first norm waits for its rows, and the residual is added where the sum is wanted, row by row
 (`Entry`, `Out`).
 
-Each piece has its plain form beside it, which serves torch.compile, autocast, other devices and modules with hooks. The
-one trap: an autograd.Function here must not write to its inputs nor to the gradients it is given; buffers that it made
-itself it reuses freely.
+In fp32 whole_block.py runs all of a block as one node. Each piece has its plain form beside it, which serves
+torch.compile, autocast, other devices and modules with hooks. The one trap: an autograd.Function here must not write to
+its inputs nor to the gradients it is given; buffers that it made itself it reuses freely.
 """
 
 from __future__ import annotations
@@ -310,8 +310,9 @@ def _through_norm(
     parameters."""
     if dout is None:
         return dresidual, None, None
-    if out is not None and (out.dtype, out.numel(), out.device) != (dout.dtype, dout.numel(), dout.device):
-        out = None  # whoever wants the gradient will say what is wrong with it
+    if out is not None:
+        fits = (out.dtype, out.numel(), out.device) == (dout.dtype, dout.numel(), dout.device) and out.is_contiguous()
+        out = out if fits else None  # whoever wants the gradient will say what is wrong with it
     beside = None if dresidual is None else as_rows(dresidual)
     dx = dout if out is None else out.view(dout.shape)
     of_weight = owned_gradient(weight) if wanted[0] else None

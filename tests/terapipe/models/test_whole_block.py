@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -156,7 +157,7 @@ def test_other_dtypes_and_backends_and_autocast_run_as_pieces(monkeypatch: pytes
     assert run(make(LLAMA))[1] == "_MlpBackward"
 
 
-def test_what_a_link_knows_and_wants_is_used() -> None:
+def test_what_a_link_knows_and_wants_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     made = make(LLAMA)
     cache, mask = made.make_cache(1, 5, torch.float32, "cpu"), Mask()
     positions = mask.positions(0, 5)
@@ -179,11 +180,18 @@ def test_what_a_link_knows_and_wants_is_used() -> None:
     cache.reset()
     assert not torch.equal(made(hidden, cache, mask, positions, entry=Entry(values), out=add), out)
     cache.reset()
-    odd = Entry(None, lambda: torch.empty(3))  # memory that does not fit is left alone
+    cache.reset()
     grad = hidden.grad.clone()
-    hidden.grad = None
-    made(hidden, cache, mask, positions, entry=odd).sum().backward()
-    torch.testing.assert_close(hidden.grad, grad)
+    wide = torch.empty(1, 5, 2 * LLAMA.hidden)
+    for odd in (torch.empty(3), wide[..., ::2], torch.empty_like(hidden, device="meta"), hidden.detach().double()):
+        for whole in (transformer.whole_block, lambda *_, **__: None):  # memory that does not fit is left alone
+            hidden.grad = None
+            monkeypatch.setattr(transformer, "whole_block", whole)
+            made(
+                hidden, cache, mask, positions, entry=Entry(None, functools.partial(odd.view, odd.shape))
+            ).sum().backward()
+            torch.testing.assert_close(hidden.grad, grad)
+            cache.reset()
 
 
 def test_a_graph_runs_twice_and_second_derivatives_are_refused() -> None:
