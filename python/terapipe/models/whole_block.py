@@ -85,8 +85,7 @@ class _WholeBlock(Piece):
             call.shape, x, parameters, call.cache, call.mask, turns=turns, normed=normed, apart=call.out is not None
         )
         ctx.save_for_backward(x, *parameters, *run.saved)  # not in ctx.run: hooks see them, and a backward frees them
-        ctx.gradient = None if call.entry is None else call.entry.gradient
-        ctx.call, ctx.run = call._replace(entry=None, out=None), run._replace(saved=())
+        ctx.call, ctx.run = call._replace(out=None), run._replace(saved=())
         if call.out is None:
             return made
         middle = run.saved[0]
@@ -111,7 +110,8 @@ class _WholeBlock(Piece):
             for parameter, gradient in zip(wanted, owned, strict=True)
         ]
         gradients = [ours if ours is not None else fresh for ours, fresh in zip(owned, new, strict=True)]
-        dx = None if ctx.gradient is None else ctx.gradient()
+        entry = call.entry  # whose gradient may have been given since the forward
+        dx = None if entry is None or entry.gradient is None else entry.gradient()
         if dx is None or dx.shape != x.shape or dx.dtype != x.dtype or not dx.is_cpu or not dx.is_contiguous():
             dx = torch.empty_like(x)
         dout = torch.zeros_like(x) if dhidden._is_zerotensor() else dhidden.contiguous().resolve_neg()

@@ -171,7 +171,9 @@ def test_what_a_link_knows_and_wants_is_used(monkeypatch: pytest.MonkeyPatch) ->
         summands.append((x.clone(), residual.clone()))
         return x + residual
 
-    out = made(hidden, cache, mask, positions, entry=Entry(values, lambda: memory), out=add)
+    entry = Entry(values)
+    out = made(hidden, cache, mask, positions, entry=entry, out=add)
+    entry.gradient = lambda: memory  # as a stage does, which knows its memory only then
     (x, residual), *more = summands
     assert not more and torch.equal(out, x + residual)
     out.sum().backward()
