@@ -96,6 +96,7 @@ def test_no_copy_of_the_cache_is_kept_for_the_backward(compiler, monkeypatch):
     alive = [x for x in gc.get_objects() if type(x) is torch.Tensor]  # isinstance would ask dead weak proxies
     alive += [x for out in outs for x in out.grad_fn.saved_tensors]
     big = {x.data_ptr() for x in alive if x.shape == cache.k.shape and not x.is_meta}
+    big.discard(0)  # what tracing left behind holds no memory
     assert big == {x.data_ptr() for x in (cache.k, cache.v, cache.accumulator.dk, cache.accumulator.dv)}
 
 

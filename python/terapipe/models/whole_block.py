@@ -61,7 +61,7 @@ def _as_planned(block: Block, x: Tensor, mask: Mask, turns: Tensor | None) -> bo
     for norm in (block.attention_norm, block.mlp_norm):
         if norm.eps != shape.eps or norm.rms != shape.rms:
             return False
-    if torch._C._get_fp32_precision_getter("mkldnn", "matmul") not in ("none", "ieee"):
+    if torch.backends.mkldnn.matmul.fp32_precision not in ("none", "ieee"):  # type: ignore[attr-defined]
         return False
     if documents is not None and (documents.shape[0] not in batches or not documents.is_cpu):
         return False

@@ -78,7 +78,9 @@ def _check_hand_offs(report: dict[str, Any], case: Case) -> None:
     assert [row.label for row in rows] == [f"{move.link} {move.micro}.{move.slice}" for move in planned]
     assert [row.rank for row in rows] == [move.link.destination_rank for move in planned]
     assert all(0 < row.duration_s < 10 for row in rows)
-    assert summary.count == len(planned) and 0 <= summary.exposed_s <= summary.seconds * 2
+    assert summary.count == len(planned)
+    assert summary.seconds == pytest.approx(sum(row.duration_s for row in rows), abs=1e-6)
+    assert 0 <= summary.exposed_s < 10 and 0 <= summary.hidden_share <= 1  # a busy machine may expose any of it
     assert summary.seconds == pytest.approx(sum(row.duration_s for row in rows), rel=1e-6)
 
 
