@@ -121,7 +121,7 @@ def _forward(
     if append:
         assert position is not None
         appended(position, piece)
-    return out, lse, torch.tensor([piece.start, generation], dtype=torch.int64)
+    return out, lse, torch.tensor([piece.start, generation], dtype=torch.int64, device="cpu")
 
 
 torch.library.impl("tpkernels::prefix_attention_forward", "CompositeExplicitAutograd", torch.no_grad()(_forward))
@@ -252,6 +252,12 @@ def _backward(
     if cached:
         assert position is not None and dk_sum is not None and dv_sum is not None and state is not None
         dk, dv = dk_sum[:, : piece.end], dv_sum[:, : piece.end]
+        if dk.shape != k.shape or dv.shape != v.shape:
+            raise ValueError(
+                f"prefix_attention: backward of slice {piece}: the accumulator's dk {list(dk_sum.shape)} and dv "
+                f"{list(dv_sum.shape)} do not fit the cache's k {list(k.shape)} and v {list(v.shape)} there; was the "
+                "cache given other tensors since the forward?"
+            )
         if first:
             claim(state, position, dk, dv)
     else:

@@ -107,7 +107,7 @@ class GradientAccumulator:
         with torch.inference_mode(False):
             self.dk = _head_by_head(batch, capacity, kv_heads, head_dim, dtype=dtype, device=device)
             self.dv = _head_by_head(batch, capacity, kv_heads, value_head_dim, dtype=dtype, device=device)
-            self.state = torch.zeros(2, dtype=torch.int64)
+            self.state = torch.zeros(2, dtype=torch.int64, device="cpu")
 
     def preload(self, dk: Tensor, dv: Tensor) -> None:
         """Start the next backward from these values in rows [0, n), not from zero; [batch, n, kv_heads, dim]."""
@@ -186,9 +186,9 @@ class PrefixCache:
         with torch.inference_mode(False):
             self.k = _head_by_head(batch, capacity, kv_heads, head_dim, dtype=dtype, device=device)
             self.v = _head_by_head(batch, capacity, kv_heads, value_head_dim, dtype=dtype, device=device)
-            self.position = torch.zeros(SLICE_STARTS + capacity + 1, dtype=torch.int64)
+            self.position = torch.zeros(SLICE_STARTS + capacity + 1, dtype=torch.int64, device="cpu")
             self.position[IDENTITY] = next(_identities)
-            self.progress = torch.full((2,), -1, dtype=torch.int64)
+            self.progress = torch.full((2,), -1, dtype=torch.int64, device="cpu")
             self.backward_view = BackwardView(*(_other_handle(x) for x in (self.k, self.v, self.position)))
         self.recomputed_start: int | None = None
         self.accumulator = accumulator

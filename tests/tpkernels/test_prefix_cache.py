@@ -259,3 +259,23 @@ def test_a_copy_goes_on_where_the_cache_stood(again):
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a[:, 5:], b[:, 5:])
     torch.testing.assert_close(other.accumulator.dk, expected[1])
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_cache_given_smaller_tensors_is_refused_by_the_backward(monkeypatch, backend):
+    monkeypatch.setenv("TPK_BACKEND", backend)
+    cache = PrefixCache(1, 40, 2, 4, 3)
+    outs = forward(cache, [30, 2])
+    cache.k, cache.v = cache.k[:, :8], cache.v[:, :8]
+    with pytest.raises(ValueError, match=r"dk \[1, 8, 2, 4\] and dv .* do not fit the cache's k \[1, 32, 2, 4\]"):
+        backward(outs[1])
+
+
+def test_a_default_device_moves_no_position():
+    with torch.device("meta"):
+        cache = PrefixCache(1, 8, 2, 4, 3)
+        cache.require_accumulator()
+        q, k, v = (torch.randn(1, 3, 2, dim, device="cpu", requires_grad=True) for dim in (4, 4, 3))
+        out = prefix_attention(q, k, v, cache)
+        backward(out)
+    assert cache.length == 3 and cache.backward_end == 0 and cache.k.is_cpu
