@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The long versions of the tests of links:  bash scripts/soak.sh [all|rings|sanitized|faults|engine] [TIMES]
-# About 25 minutes on two idle cores, 2 + 4 + 6 + 12; where other processes compete a hand-off waits for the scheduler, and it takes hours.
+# About 18 minutes on two idle cores, 2 + 4 + 6 + 6; where other processes compete a hand-off waits for the scheduler, and it takes hours.
 # rings: a million slices over 1 to 8 slots between two threads and between two processes, with naps and wrapping epochs; sanitized: the
 # same under ThreadSanitizer; faults: TIMES (100) faults of each kind at each action of each side of a link; engine: at every moment of a
 # pipeline's step on either rank an exception, kill -9 and SIGSTOP twice, and every lost post or release TIMES / 8 times.
