@@ -14,6 +14,20 @@ import torch.distributed as dist
 from tpkernels.links.base import LinkError, LinkSpec
 
 LETTER_BYTES = 512
+CPU = torch.device("cpu")
+
+
+def tell(text: str, to: int, group: dist.ProcessGroup, *, device: torch.device = CPU) -> None:
+    """Send rank `to` the first LETTER_BYTES of text, which it must `hear`."""
+    letter = text.encode()[:LETTER_BYTES].ljust(LETTER_BYTES)
+    dist.send(torch.frombuffer(bytearray(letter), dtype=torch.uint8).to(device), to, group=group)
+
+
+def hear(source: int, group: dist.ProcessGroup, *, device: torch.device = CPU) -> str:
+    """What rank `source` tells."""
+    letter = torch.zeros(LETTER_BYTES, dtype=torch.uint8, device=device)
+    dist.recv(letter, source, group=group)
+    return bytes(letter.tolist()).decode(errors="replace").rstrip()
 
 
 def agree(kind: str, spec: LinkSpec, group: dist.ProcessGroup) -> None:
@@ -21,18 +35,17 @@ def agree(kind: str, spec: LinkSpec, group: dist.ProcessGroup) -> None:
     mine = _words(kind, spec)
     sends = dist.get_rank() == spec.source
     own, other = (spec.source, spec.destination) if sends else (spec.destination, spec.source)
-    device = spec.device if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    letter = "\n".join(mine.values()).encode()[:LETTER_BYTES].ljust(LETTER_BYTES)
-    told = torch.frombuffer(bytearray(letter), dtype=torch.uint8).to(device)
-    heard = torch.empty_like(told)
-    for sending in (sends, not sends):
-        if sending:
-            dist.send(told, other, group=group)
-        else:
-            dist.recv(heard, other, group=group)
-    theirs = dict(zip(mine, bytes(heard.tolist()).decode(errors="replace").rstrip().split("\n"), strict=False))
-    differing = [f"{what} {mine[what]} on rank {own}, {theirs.get(what)} on rank {other}" for what in mine]
-    differing = [words for what, words in zip(mine, differing, strict=True) if theirs.get(what) != mine[what]]
+    device = spec.device if dist.get_backend(group) == "nccl" else CPU
+    heard = "" if sends else hear(other, group, device=device)
+    tell("\n".join(mine.values()), other, group, device=device)
+    if sends:
+        heard = hear(other, group, device=device)
+    theirs = dict(zip(mine, heard.split("\n"), strict=False))
+    differing = [
+        f"{what} {asked} on rank {own}, {theirs.get(what)} on rank {other}"
+        for what, asked in mine.items()
+        if theirs.get(what) != asked
+    ]
     if differing:
         raise LinkError(
             f"{spec}: its two ends were asked for different links: {'; '.join(differing)}. Open both with one kind and "

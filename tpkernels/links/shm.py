@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tpkernels import fused
 from tpkernels.fused_reference import NormValues
-from tpkernels.links.agreement import agree
+from tpkernels.links.agreement import agree, hear, tell
 from tpkernels.links.base import Key, LinkError, LinkSpec, Order, Speed, Transfers, check_put, lost_error, name
 from tpkernels.links.door import CLOSE_S, STAYED, log
 
@@ -302,18 +302,12 @@ def meet(spec: LinkSpec, group: dist.ProcessGroup, offer: Callable[[int], Offer]
     return offered.accept(MEET_S), generation
 
 
-_LETTER_BYTES = 512
-
-
 def _say(spec: LinkSpec, group: dist.ProcessGroup, text: str) -> None:
-    letter = torch.frombuffer(bytearray(text.encode()[:_LETTER_BYTES].ljust(_LETTER_BYTES)), dtype=torch.uint8)
-    dist.send(letter, spec.source, group=group)
+    tell(text, spec.source, group)
 
 
 def _hear(spec: LinkSpec, group: dist.ProcessGroup) -> tuple[str, int]:
-    letter = torch.zeros(_LETTER_BYTES, dtype=torch.uint8)
-    dist.recv(letter, spec.destination, group=group)
-    text = bytes(letter.tolist()).decode(errors="replace").strip()
+    text = hear(spec.destination, group)
     if text.startswith("!"):
         raise OSError(text[1:])
     address, generation = text.split()
