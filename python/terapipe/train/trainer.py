@@ -81,6 +81,8 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
         device = f"cuda:{world.local_rank}"
     try:
         with Trainer(config, world=world, device=device, resume=resume) as trainer:
+            if trainer.first and not config.checkpoint.every:
+                print("the model will not be saved, since checkpoint.every is 0; --checkpoint.every 100 would")
             return trainer.fit()
     finally:
         launch.shutdown()
@@ -179,8 +181,6 @@ class Trainer:
         config, started = self.config, time.perf_counter()
         loss = before = after = None
         shown = bar if self.first else False
-        if self.first and not config.checkpoint.every:
-            print_line("the model will not be saved, since checkpoint.every is 0; --checkpoint.every 100 would")
         with Progress(
             config.steps,
             every=config.log_every,
