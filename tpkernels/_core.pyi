@@ -61,7 +61,8 @@ Rows = tuple[int, int]
 class Block:
     def __init__(
         self,
-        sgemm: int,
+        gemm: int,
+        dtype: int,
         hidden: int,
         query_heads: int,
         kv_heads: int,
@@ -71,7 +72,7 @@ class Block:
         gated: bool,
         eps: float,
     ) -> None: ...
-    def saved_floats(self, batch: int, tokens: int) -> list[int]: ...
+    def saved_sizes(self, batch: int, tokens: int) -> list[int]: ...
     def forward(self, *arguments: Any) -> None: ...
     def backward(self, *arguments: Any) -> None: ...
 

@@ -1,9 +1,10 @@
-"""A whole pre-norm transformer block over one slice in one call, forward and backward: fp32 on a CPU.
+"""A whole pre-norm transformer block over one slice in one call a direction: on a CPU, in fp32, or bf16 with AMX.
 
 x [batch, tokens, hidden] -> x + attention(norm(x)) + mlp of that sum's norm, attention behind a prefix in a cache.
 csrc/cpu/block.cpp runs the kernels of `prefix_attention` and `tpkernels.fused` and, between them, the GEMMs of torch's
-own BLAS; the bits are those of the ops one by one, gradients of biases apart. What it saves is some hundred small calls
-a slice, each from a cold cache.
+own BLAS. In fp32 the bits are those of the ops one by one, gradients of biases apart; in bf16 there are fewer
+roundings, and none of a parameter's gradient. What it saves is some hundred small calls a slice, each from a cold
+cache.
 
 The one trap: raw addresses. `served` says whether blocks of a shape run here at all, `fits` whether these tensors may
 come; ask it again before the backward, since a parameter's memory may have been replaced. What forward leaves (`Run`)
@@ -30,7 +31,7 @@ from tpkernels.prefix_cache import PrefixCache
 
 try:
     from tpkernels import _core
-    from tpkernels.cpu import mask_sizes, view
+    from tpkernels.cpu import DTYPE_CODES, mask_sizes, view
 except ImportError:  # not built
     _core = None  # type: ignore[assignment]
 
@@ -65,21 +66,25 @@ def _parameter_sizes(shape: BlockShape) -> tuple[torch.Size, ...]:
 
 def fits(shape: BlockShape, x: Tensor, parameters: Sequence[Tensor | None], cache: PrefixCache) -> bool:
     """Whether an address says all about each of these: x [batch, tokens, hidden] and parameters, as MODULES says, are
-    plain fp32 on the CPU, contiguous and of the shape's sizes; the cache's k and v are, but for their strides."""
-    if x.dim() != 3 or x.shape[2] != shape.hidden or not _plain(x) or (parameters[GATE] is not None) != shape.gated:
+    plain, of one dtype, on the CPU, contiguous and of the shape's sizes; the cache's k and v are, but for their
+    strides."""
+    dtype = x.dtype
+    if x.dim() != 3 or x.shape[2] != shape.hidden or (parameters[GATE] is not None) != shape.gated:
+        return False
+    if dtype not in GEMMS or not _plain(x, dtype):
         return False
     for index, (parameter, size) in enumerate(zip(parameters, _parameter_sizes(shape), strict=True)):
         if parameter is None:
             if index % 2 == 0 and index != GATE:
                 return False  # only biases may be left out
-        elif parameter.shape != size or not _plain(parameter):
+        elif parameter.shape != size or not _plain(parameter, dtype):
             return False
     rows = (x.shape[0], cache.capacity, shape.kv_heads, shape.head_dim)
-    return all(each.shape == rows and each.dtype == torch.float32 and each.is_cpu for each in (cache.k, cache.v))
+    return all(each.shape == rows and each.dtype == dtype and each.is_cpu for each in (cache.k, cache.v))
 
 
-def _plain(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and x.is_cpu and x.is_contiguous() and not x.is_neg()
+def _plain(x: Tensor, dtype: torch.dtype) -> bool:
+    return x.dtype == dtype and x.is_cpu and x.is_contiguous() and not x.is_neg()
 
 
 class Run(NamedTuple):
@@ -98,19 +103,22 @@ class Run(NamedTuple):
     values: Tensor
 
 
-def served(shape: BlockShape, mask: Mask) -> bool:
-    """Whether blocks of this shape run here: the extension is built, torch has a BLAS, attention's backend is `cpu`."""
+def served(shape: BlockShape, dtype: torch.dtype, mask: Mask) -> bool:
+    """Whether blocks of this shape run here: the extension is built, torch has a BLAS for the dtype, attention's
+    backend is `cpu`."""
     documents = mask.document_starts is not None
-    return _served(shape, mask.window != (None, None), documents, os.environ.get("TPK_BACKEND"))
+    return _served(shape, dtype, mask.window != (None, None), documents, os.environ.get("TPK_BACKEND"))
 
 
 @functools.cache
-def _served(shape: BlockShape, window: bool, documents: bool, requested: str | None) -> bool:
-    if _core is None or not _sgemm() or shape.head_dim > 256 or shape.query_heads % shape.kv_heads:
+def _served(shape: BlockShape, dtype: torch.dtype, window: bool, documents: bool, requested: str | None) -> bool:
+    if _core is None or not _gemm(dtype) or shape.head_dim > 256 or shape.query_heads % shape.kv_heads:
         return False
+    if dtype == torch.bfloat16 and _core.isa_level() != "amx_bf16":
+        return False  # where a BLAS only imitates bf16, torch's own routines are ahead
     call = backends.AttentionCall(
         device_type="cpu",
-        dtype=torch.float32,
+        dtype=dtype,
         query_heads=shape.query_heads,
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
@@ -124,29 +132,34 @@ def _served(shape: BlockShape, window: bool, documents: bool, requested: str | N
     return backends.select(call, requested).name == "cpu"
 
 
+GEMMS = {torch.float32: "sgemm_", torch.bfloat16: "gemm_bf16bf16f32_"}
+"""Fortran names; both sum in fp32 and write fp32."""
+
+
 @functools.cache
-def _sgemm() -> int:
-    """Address of sgemm_ in the BLAS that torch's CPU library is linked with, once it has multiplied well; 0: none."""
+def _gemm(dtype: torch.dtype) -> int:
+    """Address of the dtype's GEMM in the BLAS that torch's CPU library is linked with, once it has multiplied well; 0:
+    none."""
     library = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
     try:
-        function: Any = ctypes.CDLL(str(library)).sgemm_
-    except (OSError, AttributeError):
+        function: Any = getattr(ctypes.CDLL(str(library)), GEMMS[dtype])
+    except (OSError, AttributeError, KeyError):
         return 0
-    # Columns first: 2 x 3, 3 x 4, 2 x 4. Whatever torch's defaults are, this memory is fp32 on the CPU.
-    a, b, c = (torch.arange(size, dtype=torch.float32, device="cpu") for size in (6, 12, 8))
-    c.fill_(torch.nan)
+    # Columns first: 2 x 3, 3 x 4, 2 x 4. Whatever torch's defaults are, this memory is on the CPU.
+    a, b = (torch.arange(size, dtype=dtype, device="cpu") for size in (6, 12))
+    c = torch.full((8,), torch.nan, dtype=torch.float32, device="cpu")
     sizes = [ctypes.byref(ctypes.c_int64(size)) for size in (2, 4, 3)]
     one, none = ctypes.byref(ctypes.c_float(1.0)), ctypes.byref(ctypes.c_float(0.0))
     rows, _, inner = sizes
     address_a, address_b, address_c = (ctypes.c_void_p(x.data_ptr()) for x in (a, b, c))
     function(b"N", b"N", *sizes, one, address_a, rows, address_b, inner, none, address_c, rows)
-    right = torch.equal(c.view(4, 2), b.view(4, 3) @ a.view(3, 2))
+    right = torch.equal(c.view(4, 2), b.float().view(4, 3) @ a.float().view(3, 2))
     return int(ctypes.cast(function, ctypes.c_void_p).value or 0) if right else 0
 
 
 @functools.cache
-def _kernel(shape: BlockShape) -> _core.Block:
-    return _core.Block(_sgemm(), *shape)
+def _kernel(shape: BlockShape, dtype: torch.dtype) -> _core.Block:
+    return _core.Block(_gemm(dtype), DTYPE_CODES[dtype], *shape)
 
 
 def block_forward(
@@ -169,14 +182,16 @@ def block_forward(
     start = cache.recomputed_start
     piece, append, generation = place(cache.position, cache.progress, start, tokens, capacity=cache.capacity)
     rows = raw_mask(settings, mask.document_starts, piece, batch)
-    kernel = _kernel(shape)
+    kernel = _kernel(shape, x.dtype)
     if normed is not None:
-        sizes = {"out": x.numel(), "mean": 0 if shape.rms else batch * tokens, "rstd": batch * tokens}
-        for name, size in sizes.items():
-            each = getattr(normed, name)
+        wanted = {"out": x.numel(), "mean": 0 if shape.rms else batch * tokens, "rstd": batch * tokens}
+        for name, size in wanted.items():
+            each, dtype = getattr(normed, name), x.dtype if name == "out" else torch.float32
             assert (each is None) == (size == 0), f"the norm's {name} is {each}"
-            assert each is None or (_plain(each) and each.numel() == size), f"{name} {each.shape}, {each.dtype}"
-    parts = [torch.empty(floats, dtype=x.dtype, device=x.device) for floats in kernel.saved_floats(batch, tokens)]
+            assert each is None or (_plain(each, dtype) and each.numel() == size), f"{name} {each.shape}, {each.dtype}"
+    *sizes, statistics = kernel.saved_sizes(batch, tokens)
+    parts = [torch.empty(size, dtype=x.dtype, device=x.device) for size in sizes]
+    parts.append(torch.empty(statistics, dtype=torch.float32, device=x.device))
     known = [None] * 3 if normed is None else [normed.out, normed.mean, normed.rstd]
     out, run = torch.empty_like(x), Run([*parts, *known], piece, generation, rows, turns, cache.k, cache.v)
     kernel.forward(*_call(x, parameters, cache, settings.scale, run), append, apart, out.data_ptr())
@@ -209,7 +224,7 @@ def block_backward(
     dk, dv, state = accumulator.dk, accumulator.dv, accumulator.state
     if starts_backward(run.piece, run.generation, cache.position, cache.progress, state):
         claim(state, cache.position, dk[:, : run.piece.end], dv[:, : run.piece.end])
-    kernel = _kernel(shape)
+    kernel = _kernel(shape, x.dtype)
     call = _call(x, parameters, cache, _settings(mask, shape).scale, run)
     kernel.backward(*call, _addresses(gradients), view(dk), view(dv), dout.data_ptr(), dx.data_ptr())
     gone_back(run.piece, run.generation, cache.progress, state)

@@ -17,7 +17,7 @@ from tpkernels import _core
 from tpkernels.backends import AttentionCall, RawSettings
 from tpkernels.mask import RawMask
 
-_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_HEAD_DIM = 256
 
 
@@ -38,7 +38,7 @@ class CpuBackend:
         """Other devices, other dtypes, head_dim above 256."""
         if call.device_type != "cpu":
             return f"it runs on CPU tensors, not on {call.device_type}"
-        if call.dtype not in _DTYPE_CODES:
+        if call.dtype not in DTYPE_CODES:
             return f"it computes fp32, bf16 and fp16, not {str(call.dtype).removeprefix('torch.')}"
         if max(call.head_dim, call.value_head_dim) > MAX_HEAD_DIM:
             return f"head_dim {call.head_dim}/{call.value_head_dim} is above {MAX_HEAD_DIM}"
@@ -48,7 +48,7 @@ class CpuBackend:
         """Writes out and lse."""
         sinks = _fp32(settings.sinks)
         _core.attention_forward(
-            dtype=_DTYPE_CODES[q.dtype],
+            dtype=DTYPE_CODES[q.dtype],
             sizes=_sizes(q, v),
             q=view(q),
             k=view(k),
@@ -80,7 +80,7 @@ class CpuBackend:
         """Writes dq; adds into dk, dv and dsinks."""
         sinks = _fp32(settings.sinks)
         _core.attention_backward(
-            dtype=_DTYPE_CODES[q.dtype],
+            dtype=DTYPE_CODES[q.dtype],
             sizes=_sizes(q, v),
             dout=view(dout),
             q=view(q),

@@ -2,10 +2,12 @@
 #include "block.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <new>
+#include <type_traits>
 #include <utility>
 
 #include "attention.h"
@@ -16,17 +18,17 @@ namespace tpk::cpu {
 namespace {
 
 // This thread's memory for what no call leaves behind; it stays allocated.
-float* scratch_memory(int64_t floats) {
+std::byte* scratch_memory(int64_t bytes) {
   struct Free {
-    void operator()(float* memory) const { std::free(memory); }
+    void operator()(std::byte* memory) const { std::free(memory); }
   };
-  static thread_local std::unique_ptr<float, Free> memory;
+  static thread_local std::unique_ptr<std::byte, Free> memory;
   static thread_local int64_t held = 0;
-  if (held < floats) {
+  if (held < bytes) {
     held = 0;
-    memory.reset(static_cast<float*>(std::aligned_alloc(4096, round_up(floats * int64_t(sizeof(float)), 4096))));
+    memory.reset(static_cast<std::byte*>(std::aligned_alloc(4096, round_up(bytes, 4096))));
     if (memory == nullptr) throw std::bad_alloc();
-    held = floats;
+    held = bytes;
   }
   return memory.get();
 }
@@ -34,16 +36,16 @@ float* scratch_memory(int64_t floats) {
 // Parts of one block of memory, each on a cache line of its own; without memory it only counts.
 class Parts {
  public:
-  explicit Parts(float* memory) : memory_(memory) {}
-  float* take(int64_t floats) {
-    float* part = memory_ == nullptr ? nullptr : memory_ + used_;
-    used_ += round_up(floats, 16);
-    return part;
+  explicit Parts(std::byte* memory) : memory_(memory) {}
+  template <class Value> Value* take(int64_t count) {
+    std::byte* part = memory_ == nullptr ? nullptr : memory_ + used_;
+    used_ += round_up(count * int64_t(sizeof(Value)), 64);
+    return reinterpret_cast<Value*>(part);
   }
   int64_t used() const { return used_; }
 
  private:
-  float* memory_;
+  std::byte* memory_;
   int64_t used_ = 0;
 };
 
@@ -55,11 +57,11 @@ template <class Scratch> Scratch scratch_of(const BlockShape& shape) {
 }
 
 // The norms' outputs and statistics, and lse, by name.
-struct Saved {
-  Normed normed, middle_normed;
+template <class Element> struct Saved {
+  Normed<Element> normed, middle_normed;
   float* lse;
 
-  explicit Saved(const BlockCall& call) {
+  explicit Saved(const BlockCall<Element>& call) {
     const BlockShape& s = call.shape;
     float* next = call.saved.statistics;
     const auto rows = [&](int64_t count) { return std::exchange(next, next + count); };
@@ -71,158 +73,199 @@ struct Saved {
   }
 };
 
-struct ForwardScratch {
-  float *k, *v, *active;
+// Where the fp32 sums of products gather before they are rounded to Element: [rows, any linear's width]; fp32 needs no such place.
+template <class Element> float* take_wide(const BlockShape& s, Parts* parts) {
+  if constexpr (std::is_same_v<Element, float>) return nullptr;
+  return parts->take<float>(s.rows() * std::max({s.hidden, s.query(), s.keys(), s.ffn}));
+}
+
+template <class Element> struct ForwardScratch {
+  float* wide;
+  Element *k, *v, *active;
 
   ForwardScratch(const BlockShape& s, Parts* parts)
-      : k(parts->take(s.rows() * s.keys())), v(parts->take(s.rows() * s.keys())), active(parts->take(s.rows() * s.ffn)) {}
+      : wide(take_wide<Element>(s, parts)), k(parts->take<Element>(s.rows() * s.keys())), v(parts->take<Element>(s.rows() * s.keys())),
+        active(parts->take<Element>(s.rows() * s.ffn)) {}
 };
 
 // The MLP's part and attention's use the same memory, one after the other.
-struct BackwardScratch {
-  float *dnormed, *dmiddle, *ones;
-  float *active, *dgate, *dup;
-  float *dattended, *dq, *dk, *dv;
+template <class Element> struct BackwardScratch {
+  float* wide;
+  Element *dnormed, *dmiddle, *ones;
+  Element *active, *dgate, *dup;
+  Element *dattended, *dq, *dk, *dv;
 
   BackwardScratch(const BlockShape& s, Parts* parts)
-      : dnormed(parts->take(s.rows() * s.hidden)), dmiddle(parts->take(s.rows() * s.hidden)), ones(parts->take(s.rows())) {
+      : wide(take_wide<Element>(s, parts)), dnormed(parts->take<Element>(s.rows() * s.hidden)),
+        dmiddle(parts->take<Element>(s.rows() * s.hidden)), ones(parts->take<Element>(s.rows())) {
     Parts mlp = *parts;
-    active = mlp.take(s.rows() * s.ffn);
-    dgate = s.gated ? mlp.take(s.rows() * s.ffn) : nullptr;
-    dup = mlp.take(s.rows() * s.ffn);
+    active = mlp.take<Element>(s.rows() * s.ffn);
+    dgate = s.gated ? mlp.take<Element>(s.rows() * s.ffn) : nullptr;
+    dup = mlp.take<Element>(s.rows() * s.ffn);
     Parts attention = *parts;
-    dattended = attention.take(s.rows() * s.query());
-    dq = attention.take(s.rows() * s.query());
-    dk = attention.take(s.rows() * s.keys());
-    dv = attention.take(s.rows() * s.keys());
+    dattended = attention.take<Element>(s.rows() * s.query());
+    dq = attention.take<Element>(s.rows() * s.query());
+    dk = attention.take<Element>(s.rows() * s.keys());
+    dv = attention.take<Element>(s.rows() * s.keys());
     *parts = mlp.used() > attention.used() ? mlp : attention;
   }
 };
 
-// GEMMs of linears over rows: y [rows, out], x [rows, in], weight [out, in], all row-major, which BLAS reads as their transposes.
-struct Blas {
-  Sgemm sgemm;
+float wide_of(float x) { return x; }
+float wide_of(Bfloat16 x) {
+  const uint32_t bits = uint32_t(x.bits) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof wide);
+  return wide;
+}
 
-  // y = x weight^T, plus what y holds.
-  void forward(const float* x, const float* weight, int64_t rows, int64_t in, int64_t out, bool add, float* y) const {
-    run("T", "N", out, rows, in, weight, in, x, in, add, y, out);
+template <class Element> constexpr Element one{};
+template <> constexpr float one<float> = 1.0f;
+template <> constexpr Bfloat16 one<Bfloat16>{0x3f80};
+
+// Linears over the call's rows: x [rows, in], y [rows, out], weight [out, in], all row-major, which BLAS reads as their transposes.
+// Products are summed in fp32, in `sums(y)`, until `round` brings them to y: with fp32 that is y itself, and nothing is left to do.
+template <class Element> struct Linears {
+  const BlockCall<Element>& call;
+  float* wide;
+
+  float* sums(Element* y) const {
+    if constexpr (std::is_same_v<Element, float>)
+      return y;
+    else
+      return wide;
   }
-  // dx = dy weight, plus what dx holds.
-  void input(const float* dy, const float* weight, int64_t rows, int64_t in, int64_t out, bool add, float* dx) const {
-    run("N", "N", in, rows, out, weight, in, dy, out, add, dx, in);
+  void round(int64_t columns, Element* y) const {
+    if constexpr (!std::is_same_v<Element, float>)
+      narrow({rows(), columns, {wide, columns}, {y, columns}}, dtype_of<Element>, call.num_threads);
   }
-  // dweight += dy^T x
-  void weight(const float* dy, const float* x, int64_t rows, int64_t in, int64_t out, float* dweight) const {
-    run("N", "T", in, out, rows, x, in, dy, out, true, dweight, in);
+
+  // y = x weight^T + bias
+  void forward(const Element* x, const OfModule<const Element>& parameters, int64_t in, int64_t out, Element* y) const {
+    float* const to = sums(y);
+    if (parameters.bias != nullptr)
+      for (int64_t r = 0; r < rows(); ++r)
+        for (int64_t c = 0; c < out; ++c) to[r * out + c] = wide_of(parameters.bias[c]);
+    product(x, parameters.weight, in, out, parameters.bias != nullptr, to);
+    round(out, y);
+  }
+
+  // y = residual + x weight^T + bias
+  void forward_add(const Element* residual, const Element* x, const OfModule<const Element>& parameters, int64_t in, int64_t out,
+                   Element* y) const {
+    float* const to = sums(y);
+    widen({rows(), out, {to, out}, {const_cast<Element*>(residual), out}}, dtype_of<Element>, call.num_threads);
+    product(x, parameters.weight, in, out, true, to);
+    if (parameters.bias != nullptr)
+      for (int64_t r = 0; r < rows(); ++r)
+        for (int64_t c = 0; c < out; ++c) to[r * out + c] += wide_of(parameters.bias[c]);
+    round(out, y);
+  }
+
+  // sums = dy weight, plus what they hold.
+  void input(const Element* dy, const OfModule<const Element>& parameters, int64_t in, int64_t out, bool add, float* sums) const {
+    run("N", "N", in, rows(), out, parameters.weight, in, dy, out, add, sums, in);
+  }
+  // dx = dy weight
+  void input(const Element* dy, const OfModule<const Element>& parameters, int64_t in, int64_t out, Element* dx) const {
+    input(dy, parameters, in, out, false, sums(dx));
+    round(in, dx);
+  }
+
+  // Adds the gradients of weight and bias, where they are wanted. ones: [rows]
+  void parameters(const Element* dy, const Element* x, const OfModule<float>& wanted, int64_t in, int64_t out, const Element* ones) const {
+    if (wanted.weight != nullptr) run("N", "T", in, out, rows(), x, in, dy, out, true, wanted.weight, in);
+    if (wanted.bias != nullptr) run("N", "N", out, 1, rows(), dy, out, ones, rows(), true, wanted.bias, out);
   }
 
  private:
-  void run(const char* transpose_a, const char* transpose_b, int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b,
-           int64_t ldb, bool add, float* c, int64_t ldc) const {
-    const float one = 1.0f, beta = add ? 1.0f : 0.0f;
-    sgemm(transpose_a, transpose_b, &m, &n, &k, &one, a, &lda, b, &ldb, &beta, c, &ldc);
+  int64_t rows() const { return call.shape.rows(); }
+
+  void product(const Element* x, const Element* weight, int64_t in, int64_t out, bool add, float* to) const {
+    run("T", "N", out, rows(), in, weight, in, x, in, add, to, out);
+  }
+
+  void run(const char* transpose_a, const char* transpose_b, int64_t m, int64_t n, int64_t k, const Element* a, int64_t lda,
+           const Element* b, int64_t ldb, bool add, float* c, int64_t ldc) const {
+    const float factor = 1.0f, beta = add ? 1.0f : 0.0f;
+    call.gemm(transpose_a, transpose_b, &m, &n, &k, &factor, a, &lda, b, &ldb, &beta, c, &ldc);
   }
 };
 
-void repeat_row(const float* row, int64_t rows, int64_t columns, float* to) {
-  for (int64_t r = 0; r < rows; ++r) std::memcpy(to + r * columns, row, columns * sizeof(float));
-}
-
-void add_row(const float* row, int64_t rows, int64_t columns, float* to) {
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t c = 0; c < columns; ++c) to[r * columns + c] += row[c];
-}
-
-// Rows [batch * tokens, heads * dim] and tokens start, start + 1, ... of a [batch, capacity, heads, dim] with strides.
-template <class Move> void each_token(const BlockShape& s, const TensorView& there, int64_t start, float* rows, Move&& move) {
+// The slice's rows of one head: those of [batch * tokens, kv_heads * head_dim], and the slice's in a [batch, capacity, heads, dim] of
+// Other with strides. move(rows, there), both as RowsView of `tokens` rows.
+template <class Other, class Element, class Move>
+void each_head(const BlockShape& s, const TensorView& there, int64_t start, Element* rows, Move&& move) {
   for (int64_t b = 0; b < s.batch; ++b)
     for (int64_t h = 0; h < s.kv_heads; ++h)
-      for (int64_t t = 0; t < s.tokens; ++t)
-        move(rows + ((b * s.tokens + t) * s.kv_heads + h) * s.head_dim,
-             static_cast<float*>(there.data) + b * there.batch_stride + (start + t) * there.token_stride + h * there.head_stride);
+      move(RowsView{rows + b * s.tokens * s.keys() + h * s.head_dim, s.keys()},
+           RowsView{static_cast<Other*>(there.data) + b * there.batch_stride + start * there.token_stride + h * there.head_stride,
+                    there.token_stride});
 }
 
-TensorView heads_of(const BlockShape& s, float* rows, int64_t heads) {
+template <class Element> TensorView heads_of(const BlockShape& s, Element* rows, int64_t heads) {
   return {rows, s.tokens * heads * s.head_dim, heads * s.head_dim, s.head_dim};
 }
 
-AttentionShape attention_shape(const BlockCall& call) {
+template <class Element> AttentionShape attention_shape(const BlockCall<Element>& call) {
   const BlockShape& s = call.shape;
-  return {DType::float32, s.batch, s.tokens, call.mask.keys, s.query_heads, s.kv_heads, s.head_dim, s.head_dim};
+  return {dtype_of<Element>, s.batch, s.tokens, call.mask.keys, s.query_heads, s.kv_heads, s.head_dim, s.head_dim};
 }
 
-void norm(const BlockCall& call, const float* x, const OfModule<const float>& parameters, const Normed& to) {
+template <class Element>
+void norm(const BlockCall<Element>& call, const Element* x, const OfModule<const Element>& parameters, const Normed<Element>& to) {
   const BlockShape& s = call.shape;
-  const RowsView rows{const_cast<float*>(x), s.hidden};
+  const RowsView rows{const_cast<Element*>(x), s.hidden};
   norm_forward({s.rows(), s.hidden, s.rms, s.eps, rows, {}, rows, {to.out, s.hidden}, parameters.weight, parameters.bias, to.mean, to.rstd},
-               DType::float32, call.num_threads);
+               dtype_of<Element>, call.num_threads);
 }
 
-void norm_gradient(const BlockCall& call, const float* dout, const float* x, const float* dresidual, const Normed& from,
-                   const OfModule<const float>& parameters, const OfModule<float>& gradients, float* dx) {
+template <class Element>
+void norm_gradient(const BlockCall<Element>& call, const Element* dout, const Element* x, const Element* dresidual,
+                   const Normed<Element>& from, const OfModule<const Element>& parameters, const OfModule<float>& gradients, Element* dx) {
   const BlockShape& s = call.shape;
-  const auto rows = [&](const float* data) { return RowsView{const_cast<float*>(data), s.hidden}; };
+  const auto rows = [&](const Element* data) { return RowsView{const_cast<Element*>(data), s.hidden}; };
   norm_backward({s.rows(), s.hidden, s.rms, rows(dout), rows(x), rows(dresidual), rows(dx), parameters.weight, from.mean, from.rstd,
                  gradients.weight, gradients.bias},
-                DType::float32, call.num_threads);
+                dtype_of<Element>, call.num_threads);
 }
 
-void turn(const BlockCall& call, float* rows, int64_t heads, bool inverse) {
+template <class Element> void turn(const BlockCall<Element>& call, Element* rows, int64_t heads, bool inverse) {
   if (call.turns == nullptr) return;
   const RowsView view{rows, heads * call.shape.head_dim};
-  rotary({call.shape.rows(), heads, call.shape.head_dim, call.turn_rows, inverse, view, view, call.turns}, DType::float32,
+  rotary({call.shape.rows(), heads, call.shape.head_dim, call.turn_rows, inverse, view, view, call.turns}, dtype_of<Element>,
          call.num_threads);
 }
 
 Activation activation_of(const BlockShape& s) { return s.gated ? Activation::silu : Activation::gelu_tanh; }
 
-// y = linear(x)
-void linear(const BlockCall& call, const float* x, const OfModule<const float>& parameters, int64_t in, int64_t out, float* y) {
-  const int64_t rows = call.shape.rows();
-  if (parameters.bias != nullptr) repeat_row(parameters.bias, rows, out, y);
-  Blas{call.sgemm}.forward(x, parameters.weight, rows, in, out, parameters.bias != nullptr, y);
-}
-
-// y = residual + linear(x)
-void add_linear(const BlockCall& call, const float* residual, const float* x, const OfModule<const float>& parameters, int64_t in,
-                int64_t out, float* y) {
-  const int64_t rows = call.shape.rows();
-  std::memcpy(y, residual, rows * out * sizeof(float));
-  Blas{call.sgemm}.forward(x, parameters.weight, rows, in, out, true, y);
-  if (parameters.bias != nullptr) add_row(parameters.bias, rows, out, y);
-}
-
-void linear_gradients(const BlockCall& call, const float* dy, const float* x, const OfModule<float>& gradients, int64_t in, int64_t out,
-                      const float* ones) {
-  const int64_t rows = call.shape.rows();
-  if (gradients.weight != nullptr) Blas{call.sgemm}.weight(dy, x, rows, in, out, gradients.weight);
-  if (gradients.bias != nullptr) Blas{call.sgemm}.input(ones, dy, 1, out, rows, true, gradients.bias);
-}
-
 } // namespace
 
-std::array<int64_t, block_saved_parts> block_saved_floats(const BlockShape& s) {
+std::array<int64_t, block_saved_parts> block_saved_sizes(const BlockShape& s) {
   const int64_t hidden = s.rows() * s.hidden, query = s.rows() * s.query(), ffn = s.rows() * s.ffn;
   return {hidden, hidden, hidden, query, query, s.gated ? ffn : 0, ffn, s.rows() * (s.query_heads + 4)};
 }
 
-void block_forward(const BlockCall& call, bool append, bool apart, float* out) {
+template <class Element> void block_forward(const BlockCall<Element>& call, bool append, bool apart, Element* out) {
   const BlockShape& s = call.shape;
   const auto& p = call.parameters;
-  const BlockSaved& kept = call.saved;
-  const Saved saved(call);
-  const auto scratch = scratch_of<ForwardScratch>(s);
+  const BlockSaved<Element>& kept = call.saved;
+  const Saved<Element> saved(call);
+  const auto scratch = scratch_of<ForwardScratch<Element>>(s);
+  const Linears<Element> linears{call, scratch.wide};
 
   if (call.normed.out == nullptr) norm(call, call.x, p.attention_norm, saved.normed);
-  linear(call, saved.normed.out, p.query, s.hidden, s.query(), kept.q);
+  linears.forward(saved.normed.out, p.query, s.hidden, s.query(), kept.q);
   turn(call, kept.q, s.query_heads, false);
   if (append) {
-    const auto copy = [&](const float* from, float* to) { std::memcpy(to, from, s.head_dim * sizeof(float)); };
-    linear(call, saved.normed.out, p.key, s.hidden, s.keys(), scratch.k);
-    linear(call, saved.normed.out, p.value, s.hidden, s.keys(), scratch.v);
+    const auto copy = [&](const RowsView& from, const RowsView& to) {
+      for (int64_t t = 0; t < s.tokens; ++t) std::memcpy(to.row<Element>(t), from.row<Element>(t), s.head_dim * sizeof(Element));
+    };
+    linears.forward(saved.normed.out, p.key, s.hidden, s.keys(), scratch.k);
+    linears.forward(saved.normed.out, p.value, s.hidden, s.keys(), scratch.v);
     turn(call, scratch.k, s.kv_heads, false);
-    each_token(s, call.cache_k, call.mask.start, scratch.k, copy);
-    each_token(s, call.cache_v, call.mask.start, scratch.v, copy);
+    each_head<Element>(s, call.cache_k, call.mask.start, scratch.k, copy);
+    each_head<Element>(s, call.cache_v, call.mask.start, scratch.v, copy);
   }
   ForwardParams attention;
   attention.shape = attention_shape(call);
@@ -230,46 +273,49 @@ void block_forward(const BlockCall& call, bool append, bool apart, float* out) {
   attention.out = heads_of(s, kept.attended, s.query_heads), attention.lse = saved.lse;
   attention.mask = call.mask, attention.scale = call.scale;
   attention_forward(attention, call.num_threads);
-  add_linear(call, call.x, kept.attended, p.output, s.query(), s.hidden, kept.middle);
+  linears.forward_add(call.x, kept.attended, p.output, s.query(), s.hidden, kept.middle);
 
   norm(call, kept.middle, p.mlp_norm, saved.middle_normed);
-  if (s.gated) linear(call, saved.middle_normed.out, p.gate, s.hidden, s.ffn, kept.gate);
-  linear(call, saved.middle_normed.out, p.up, s.hidden, s.ffn, kept.up);
+  if (s.gated) linears.forward(saved.middle_normed.out, p.gate, s.hidden, s.ffn, kept.gate);
+  linears.forward(saved.middle_normed.out, p.up, s.hidden, s.ffn, kept.up);
   const RowsView up{kept.up, s.ffn}, gate{kept.gate, s.ffn}, active{scratch.active, s.ffn};
-  gated_forward({s.rows(), s.ffn, activation_of(s), s.gated ? gate : up, s.gated ? up : RowsView{}, active}, DType::float32,
+  gated_forward({s.rows(), s.ffn, activation_of(s), s.gated ? gate : up, s.gated ? up : RowsView{}, active}, dtype_of<Element>,
                 call.num_threads);
   if (apart)
-    linear(call, scratch.active, p.down, s.ffn, s.hidden, out);
+    linears.forward(scratch.active, p.down, s.ffn, s.hidden, out);
   else
-    add_linear(call, kept.middle, scratch.active, p.down, s.ffn, s.hidden, out);
+    linears.forward_add(kept.middle, scratch.active, p.down, s.ffn, s.hidden, out);
 }
 
-void block_backward(const BlockCall& call, const OfBlock<float>& gradients, const TensorView& sums_k, const TensorView& sums_v,
-                    const float* dout, float* dx) {
+template <class Element>
+void block_backward(const BlockCall<Element>& call, const OfBlock<float>& gradients, const TensorView& sums_k, const TensorView& sums_v,
+                    const Element* dout, Element* dx) {
   const BlockShape& s = call.shape;
   const auto& p = call.parameters;
-  const Blas blas{call.sgemm};
-  const BlockSaved& kept = call.saved;
-  const Saved saved(call);
-  const auto scratch = scratch_of<BackwardScratch>(s);
-  std::fill_n(scratch.ones, s.rows(), 1.0f);
+  const BlockSaved<Element>& kept = call.saved;
+  const Saved<Element> saved(call);
+  const auto scratch = scratch_of<BackwardScratch<Element>>(s);
+  const Linears<Element> linears{call, scratch.wide};
+  std::fill_n(scratch.ones, s.rows(), one<Element>);
+  float* const dnormed = linears.sums(scratch.dnormed);
 
-  blas.input(dout, p.down.weight, s.rows(), s.ffn, s.hidden, false, scratch.active); // the gradient of active, then active
+  linears.input(dout, p.down, s.ffn, s.hidden, scratch.active); // the gradient of active, then active
   const RowsView up{kept.up, s.ffn}, gate{kept.gate, s.ffn}, active{scratch.active, s.ffn}, dup{scratch.dup, s.ffn};
   gated_backward({s.rows(), s.ffn, activation_of(s), active, s.gated ? gate : up, s.gated ? up : RowsView{}, active,
                   s.gated ? RowsView{scratch.dgate, s.ffn} : dup, s.gated ? dup : RowsView{}},
-                 DType::float32, call.num_threads);
-  linear_gradients(call, dout, scratch.active, gradients.down, s.ffn, s.hidden, scratch.ones);
+                 dtype_of<Element>, call.num_threads);
+  linears.parameters(dout, scratch.active, gradients.down, s.ffn, s.hidden, scratch.ones);
   if (s.gated) {
-    blas.input(scratch.dgate, p.gate.weight, s.rows(), s.hidden, s.ffn, false, scratch.dnormed);
-    linear_gradients(call, scratch.dgate, saved.middle_normed.out, gradients.gate, s.hidden, s.ffn, scratch.ones);
+    linears.input(scratch.dgate, p.gate, s.hidden, s.ffn, false, dnormed);
+    linears.parameters(scratch.dgate, saved.middle_normed.out, gradients.gate, s.hidden, s.ffn, scratch.ones);
   }
-  blas.input(scratch.dup, p.up.weight, s.rows(), s.hidden, s.ffn, s.gated, scratch.dnormed);
-  linear_gradients(call, scratch.dup, saved.middle_normed.out, gradients.up, s.hidden, s.ffn, scratch.ones);
+  linears.input(scratch.dup, p.up, s.hidden, s.ffn, s.gated, dnormed);
+  linears.round(s.hidden, scratch.dnormed);
+  linears.parameters(scratch.dup, saved.middle_normed.out, gradients.up, s.hidden, s.ffn, scratch.ones);
   norm_gradient(call, scratch.dnormed, kept.middle, dout, saved.middle_normed, p.mlp_norm, gradients.mlp_norm, scratch.dmiddle);
 
-  blas.input(scratch.dmiddle, p.output.weight, s.rows(), s.query(), s.hidden, false, scratch.dattended);
-  linear_gradients(call, scratch.dmiddle, kept.attended, gradients.output, s.query(), s.hidden, scratch.ones);
+  linears.input(scratch.dmiddle, p.output, s.query(), s.hidden, scratch.dattended);
+  linears.parameters(scratch.dmiddle, kept.attended, gradients.output, s.query(), s.hidden, scratch.ones);
   BackwardParams attention;
   attention.shape = attention_shape(call);
   attention.dout = heads_of(s, scratch.dattended, s.query_heads), attention.q = heads_of(s, kept.q, s.query_heads);
@@ -277,20 +323,30 @@ void block_backward(const BlockCall& call, const OfBlock<float>& gradients, cons
   attention.lse = saved.lse, attention.mask = call.mask, attention.scale = call.scale;
   attention.dq = heads_of(s, scratch.dq, s.query_heads), attention.dk = sums_k, attention.dv = sums_v;
   attention_backward(attention, call.num_threads);
-  const auto fetch = [&](float* to, const float* from) { std::memcpy(to, from, s.head_dim * sizeof(float)); };
-  each_token(s, sums_k, call.mask.start, scratch.dk, fetch);
-  each_token(s, sums_v, call.mask.start, scratch.dv, fetch);
+  const auto fetch = [&](const RowsView& to, const RowsView& from) {
+    narrow({s.tokens, s.head_dim, from, to}, dtype_of<Element>, call.num_threads);
+  };
+  each_head<float>(s, sums_k, call.mask.start, scratch.dk, fetch);
+  each_head<float>(s, sums_v, call.mask.start, scratch.dv, fetch);
   turn(call, scratch.dq, s.query_heads, true);
   turn(call, scratch.dk, s.kv_heads, true);
 
-  const auto into = [&](const float* dy, const OfModule<const float>& parameters, const OfModule<float>& wanted, int64_t out, bool add) {
-    blas.input(dy, parameters.weight, s.rows(), s.hidden, out, add, scratch.dnormed);
-    linear_gradients(call, dy, saved.normed.out, wanted, s.hidden, out, scratch.ones);
+  const auto into = [&](const Element* dy, const OfModule<const Element>& parameters, const OfModule<float>& wanted, int64_t out,
+                        bool add) {
+    linears.input(dy, parameters, s.hidden, out, add, dnormed);
+    linears.parameters(dy, saved.normed.out, wanted, s.hidden, out, scratch.ones);
   };
   into(scratch.dq, p.query, gradients.query, s.query(), false);
   into(scratch.dk, p.key, gradients.key, s.keys(), true);
   into(scratch.dv, p.value, gradients.value, s.keys(), true);
+  linears.round(s.hidden, scratch.dnormed);
   norm_gradient(call, scratch.dnormed, call.x, scratch.dmiddle, saved.normed, p.attention_norm, gradients.attention_norm, dx);
 }
+
+template void block_forward(const BlockCall<float>&, bool, bool, float*);
+template void block_forward(const BlockCall<Bfloat16>&, bool, bool, Bfloat16*);
+template void block_backward(const BlockCall<float>&, const OfBlock<float>&, const TensorView&, const TensorView&, const float*, float*);
+template void block_backward(const BlockCall<Bfloat16>&, const OfBlock<float>&, const TensorView&, const TensorView&, const Bfloat16*,
+                             Bfloat16*);
 
 } // namespace tpk::cpu

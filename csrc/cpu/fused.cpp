@@ -94,4 +94,8 @@ void gated_backward(const GatedBackward& p, DType dtype, int64_t num_threads) {
 
 void add(const Add& p, DType dtype, int64_t num_threads) { run_rows(kernels_for(dtype).add, p, p.rows, p.dim, num_threads); }
 
+void narrow(const Convert& p, DType dtype, int64_t num_threads) { run_rows(kernels_for(dtype).narrow, p, p.rows, p.dim, num_threads); }
+
+void widen(const Convert& p, DType dtype, int64_t num_threads) { run_rows(kernels_for(dtype).widen, p, p.rows, p.dim, num_threads); }
+
 } // namespace tpk::cpu

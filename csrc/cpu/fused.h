@@ -42,12 +42,20 @@ struct Add {
   RowsView x, residual, out;
 };
 
+// Between fp32 rows and rows of the storage type.
+struct Convert {
+  int64_t rows = 0, dim = 0;
+  RowsView wide, narrow;
+};
+
 void norm_forward(const NormForward&, DType, int64_t num_threads);
 void norm_backward(const NormBackward&, DType, int64_t num_threads);
 void rotary(const Rotary&, DType, int64_t num_threads);
 void gated_forward(const GatedForward&, DType, int64_t num_threads);
 void gated_backward(const GatedBackward&, DType, int64_t num_threads);
 void add(const Add&, DType, int64_t num_threads);
+void narrow(const Convert&, DType, int64_t num_threads);
+void widen(const Convert&, DType, int64_t num_threads);
 
 // One ISA level's kernels for one storage type, over rows [first, end). sums: [2][dim] of this range, written, or null.
 struct FusedKernels {
@@ -57,6 +65,8 @@ struct FusedKernels {
   void (*gated_forward)(const GatedForward&, int64_t first, int64_t end);
   void (*gated_backward)(const GatedBackward&, int64_t first, int64_t end);
   void (*add)(const Add&, int64_t first, int64_t end);
+  void (*narrow)(const Convert&, int64_t first, int64_t end);
+  void (*widen)(const Convert&, int64_t first, int64_t end);
 };
 
 const FusedKernels* fused_kernels_baseline(DType);

@@ -9,8 +9,8 @@ namespace TPK_NAMESPACE {
 namespace {
 
 template <class Element>
-constexpr FusedKernels table{Norm<Element>::forward,  Norm<Element>::backward,  Turn<Element>::rows,
-                             Gated<Element>::forward, Gated<Element>::backward, Sum<Element>::rows};
+constexpr FusedKernels table{Norm<Element>::forward,   Norm<Element>::backward, Turn<Element>::rows,         Gated<Element>::forward,
+                             Gated<Element>::backward, Sum<Element>::rows,      Conversion<Element>::narrow, Conversion<Element>::widen};
 
 } // namespace
 } // namespace TPK_NAMESPACE

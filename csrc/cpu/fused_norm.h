@@ -37,6 +37,23 @@ template <class Element> struct Sum {
   }
 };
 
+template <class Element> struct Conversion {
+  static void narrow(const Convert& p, int64_t first, int64_t end) {
+    for (int64_t r = first; r < end; ++r) {
+      const float* from = p.wide.row<const float>(r);
+      Element* to = p.narrow.row<Element>(r);
+      each_column(p.dim, [&](int64_t c, int64_t n) { store_some(to + c, load_some(from + c, n), n); });
+    }
+  }
+  static void widen(const Convert& p, int64_t first, int64_t end) {
+    for (int64_t r = first; r < end; ++r) {
+      const Element* from = p.narrow.row<const Element>(r);
+      float* to = p.wide.row<float>(r);
+      each_column(p.dim, [&](int64_t c, int64_t n) { store_some(to + c, load_some(from + c, n), n); });
+    }
+  }
+};
+
 template <class Element> struct Norm {
   static void forward(const NormForward& p, int64_t first, int64_t end) {
     const Element *weight = static_cast<const Element*>(p.weight), *bias = static_cast<const Element*>(p.bias);

@@ -1,7 +1,8 @@
-"""A transformer block as one node of the graph, where one call can compute it: fp32, eager, on a CPU.
+"""A transformer block as one node of the graph, where one call can compute it: eager, CPU, fp32, or bf16 with AMX.
 
-`whole_block` gives None where it cannot; then the block runs as the pieces of half_blocks.py, with the same bits. The
-one trap is theirs too: gradients may be added to parameters' `.grad` in place, where the engine owns it (linear.py).
+`whole_block` gives None where it cannot; then the block runs as the pieces of half_blocks.py, in fp32 with the same
+bits. The one trap is theirs too: gradients may be added to parameters' `.grad` in place, where the engine owns it
+(linear.py).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def whole_block(
     if type(cache) is not PrefixCache or not isinstance(mask, Mask):
         return None
     parameters = parameters_of(hidden, *(getattr(block, name) for name in MODULES))
-    if parameters is None or not hidden.numel() or not served(block.shape, mask):
+    if parameters is None or not hidden.numel() or not served(block.shape, hidden.dtype, mask):
         return None
     x = hidden.contiguous()
     if not fits(block.shape, x, parameters, cache) or not _as_planned(block, x, mask, turns):
@@ -61,7 +62,8 @@ def _as_planned(block: Block, x: Tensor, mask: Mask, turns: Tensor | None) -> bo
     for norm in (block.attention_norm, block.mlp_norm):
         if norm.eps != shape.eps or norm.rms != shape.rms:
             return False
-    if torch.backends.mkldnn.matmul.fp32_precision not in ("none", "ieee"):  # type: ignore[attr-defined]
+    precision = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+    if x.dtype == torch.float32 and precision not in ("none", "ieee"):
         return False
     if documents is not None and (documents.shape[0] not in batches or not documents.is_cpu):
         return False
@@ -106,7 +108,7 @@ class _WholeBlock(Piece):
         wanted = [parameter if need else None for parameter, need in zip(parameters, needs, strict=True)]
         owned = [owned_gradient(parameter) for parameter in wanted]
         new = [
-            torch.zeros_like(parameter) if parameter is not None and gradient is None else None
+            torch.zeros_like(parameter, dtype=torch.float32) if parameter is not None and gradient is None else None
             for parameter, gradient in zip(wanted, owned, strict=True)
         ]
         gradients = [ours if ours is not None else fresh for ours, fresh in zip(owned, new, strict=True)]

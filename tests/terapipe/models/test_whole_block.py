@@ -29,7 +29,7 @@ SLICES = (13, 1, 6)
 
 @pytest.fixture(autouse=True)
 def _needs_blas() -> None:
-    if not block._sgemm():
+    if not block._gemm(torch.float32):
         pytest.skip("torch's CPU library gives no sgemm_ here")
 
 
@@ -83,6 +83,29 @@ def test_the_bits_are_those_of_the_pieces(monkeypatch: pytest.MonkeyPatch, confi
             torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-5, msg=name)
         else:
             assert torch.equal(got[name], value), name
+
+
+@pytest.mark.parametrize("owned", [False, True], ids=["autograd", "in place"])
+@pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt"])
+def test_bf16_is_as_exact_as_its_pieces(monkeypatch: pytest.MonkeyPatch, config: ModelConfig, owned: bool) -> None:
+    def prepared(dtype: torch.dtype) -> Block:
+        made = make(config, dtype)
+        made.load_state_dict(make(config, torch.bfloat16).state_dict())
+        for parameter in made.parameters() if owned else ():
+            parameter.grad_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        return made
+
+    if not block.served(make(LLAMA).shape, torch.bfloat16, Mask()):
+        pytest.skip("the kernels' ISA level is not amx_bf16, or torch's CPU library gives no gemm_bf16bf16f32_")
+    got, node = run(prepared(torch.bfloat16), dtype=torch.bfloat16, owned=owned)
+    expected = pieces(monkeypatch, prepared(torch.bfloat16), dtype=torch.bfloat16, owned=owned)
+    exact = pieces(monkeypatch, prepared(torch.float64), dtype=torch.float64, owned=owned)
+    assert node == "_WholeBlockBackward" and got.keys() == expected.keys() == exact.keys()
+    for name, value in expected.items():
+        assert got[name].dtype == value.dtype, name
+        scale = exact["value.bias" if name == "key.bias" else name]  # the former's gradient is zero by mathematics
+        assert (got[name] - exact[name]).norm() <= 2 * (value - exact[name]).norm() + 2**-8 * scale.norm(), name
 
 
 def test_frozen_parameters_get_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +173,7 @@ def test_what_one_call_cannot_compute_runs_as_pieces(
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's, about its own rms_norm
 def test_other_dtypes_and_backends_and_autocast_run_as_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(make(LLAMA, torch.bfloat16), dtype=torch.bfloat16)[1] == "_MlpBackward"
+    assert run(make(LLAMA, torch.float16), dtype=torch.float16)[1] == "_MlpBackward"
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert "Whole" not in run(make(LLAMA), dtype=torch.bfloat16)[1]
     monkeypatch.setenv("TPK_BACKEND", "reference")
@@ -253,12 +276,12 @@ def test_caches_turns_and_masks_that_do_not_fit_are_refused_as_by_the_pieces() -
 def test_torchs_default_dtype_and_device_are_not_the_blocks(config: ModelConfig) -> None:
     made, expected = make(config), run(make(config))[0]
     cache, mask, positions = made.make_cache(2, 5, torch.float32, "cpu"), Mask(), torch.arange(5)[None]
-    block._sgemm.cache_clear()
+    block._gemm.cache_clear()
     block._served.cache_clear()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
-            assert block._sgemm()
+            assert block._gemm(torch.float32)
             found = once(made, cache, mask, positions)
     finally:
         torch.set_default_dtype(torch.float32)
