@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 #include <memory>
 #include <new>
 #include <type_traits>
@@ -73,10 +74,13 @@ template <class Element> struct Saved {
   }
 };
 
-// Where the fp32 sums of products gather before they are rounded to Element: [rows, any linear's width]; fp32 needs no such place.
+// Rows whose products are summed in fp32 at once before they are rounded to Element: few enough for the sums to stay in L2.
+constexpr int64_t wide_rows = 256;
+
+// Where they gather: [wide_rows, any linear's width]; fp32 needs no such place.
 template <class Element> float* take_wide(const BlockShape& s, Parts* parts) {
   if constexpr (std::is_same_v<Element, float>) return nullptr;
-  return parts->take<float>(s.rows() * std::max({s.hidden, s.query(), s.keys(), s.ffn}));
+  return parts->take<float>(std::min(wide_rows, s.rows()) * std::max({s.hidden, s.query(), s.keys(), s.ffn}));
 }
 
 template <class Element> struct ForwardScratch {
@@ -123,66 +127,68 @@ template <class Element> constexpr Element one{};
 template <> constexpr float one<float> = 1.0f;
 template <> constexpr Bfloat16 one<Bfloat16>{0x3f80};
 
+// A linear's backward: dy [rows, out] times weight [out, in].
+template <class Element> struct Upstream {
+  const Element* dy;
+  const OfModule<const Element>& parameters;
+  int64_t out;
+};
+
 // Linears over the call's rows: x [rows, in], y [rows, out], weight [out, in], all row-major, which BLAS reads as their transposes.
-// Products are summed in fp32, in `sums(y)`, until `round` brings them to y: with fp32 that is y itself, and nothing is left to do.
 template <class Element> struct Linears {
   const BlockCall<Element>& call;
   float* wide;
 
-  float* sums(Element* y) const {
-    if constexpr (std::is_same_v<Element, float>)
-      return y;
-    else
-      return wide;
-  }
-  void round(int64_t columns, Element* y) const {
-    if constexpr (!std::is_same_v<Element, float>)
-      narrow({rows(), columns, {wide, columns}, {y, columns}}, dtype_of<Element>, call.num_threads);
-  }
-
-  // y = x weight^T + bias
-  void forward(const Element* x, const OfModule<const Element>& parameters, int64_t in, int64_t out, Element* y) const {
-    float* const to = sums(y);
-    if (parameters.bias != nullptr)
-      for (int64_t r = 0; r < rows(); ++r)
-        for (int64_t c = 0; c < out; ++c) to[r * out + c] = wide_of(parameters.bias[c]);
-    product(x, parameters.weight, in, out, parameters.bias != nullptr, to);
-    round(out, y);
+  // y = x weight^T + bias, plus the residual's rows unless it is null
+  void forward(const Element* residual, const Element* x, const OfModule<const Element>& parameters, int64_t in, int64_t out,
+               Element* y) const {
+    summed(out, y, [&](int64_t first, int64_t rows, float* sums) {
+      if (residual != nullptr) {
+        const RowsView from{const_cast<Element*>(residual) + first * out, out};
+        widen({rows, out, {sums, out}, from}, dtype_of<Element>, call.num_threads);
+      } else if (parameters.bias != nullptr) {
+        for (int64_t r = 0; r < rows; ++r)
+          for (int64_t c = 0; c < out; ++c) sums[r * out + c] = wide_of(parameters.bias[c]);
+      }
+      const bool add = residual != nullptr || parameters.bias != nullptr;
+      run("T", "N", out, rows, in, parameters.weight, in, x + first * in, in, add, sums, out);
+      if (residual == nullptr || parameters.bias == nullptr) return;
+      for (int64_t r = 0; r < rows; ++r)
+        for (int64_t c = 0; c < out; ++c) sums[r * out + c] += wide_of(parameters.bias[c]);
+    });
   }
 
-  // y = residual + x weight^T + bias
-  void forward_add(const Element* residual, const Element* x, const OfModule<const Element>& parameters, int64_t in, int64_t out,
-                   Element* y) const {
-    float* const to = sums(y);
-    widen({rows(), out, {to, out}, {const_cast<Element*>(residual), out}}, dtype_of<Element>, call.num_threads);
-    product(x, parameters.weight, in, out, true, to);
-    if (parameters.bias != nullptr)
-      for (int64_t r = 0; r < rows(); ++r)
-        for (int64_t c = 0; c < out; ++c) to[r * out + c] += wide_of(parameters.bias[c]);
-    round(out, y);
-  }
-
-  // sums = dy weight, plus what they hold.
-  void input(const Element* dy, const OfModule<const Element>& parameters, int64_t in, int64_t out, bool add, float* sums) const {
-    run("N", "N", in, rows(), out, parameters.weight, in, dy, out, add, sums, in);
-  }
-  // dx = dy weight
-  void input(const Element* dy, const OfModule<const Element>& parameters, int64_t in, int64_t out, Element* dx) const {
-    input(dy, parameters, in, out, false, sums(dx));
-    round(in, dx);
+  // dx = the sum of dy weight over all linears of one input
+  void input(std::initializer_list<Upstream<Element>> linears, int64_t in, Element* dx) const {
+    summed(in, dx, [&](int64_t first, int64_t rows, float* sums) {
+      bool add = false;
+      for (const auto& [dy, parameters, out] : linears) {
+        run("N", "N", in, rows, out, parameters.weight, in, dy + first * out, out, add, sums, in);
+        add = true;
+      }
+    });
   }
 
   // Adds the gradients of weight and bias, where they are wanted. ones: [rows]
   void parameters(const Element* dy, const Element* x, const OfModule<float>& wanted, int64_t in, int64_t out, const Element* ones) const {
-    if (wanted.weight != nullptr) run("N", "T", in, out, rows(), x, in, dy, out, true, wanted.weight, in);
-    if (wanted.bias != nullptr) run("N", "N", out, 1, rows(), dy, out, ones, rows(), true, wanted.bias, out);
+    const int64_t rows = call.shape.rows();
+    if (wanted.weight != nullptr) run("N", "T", in, out, rows, x, in, dy, out, true, wanted.weight, in);
+    if (wanted.bias != nullptr) run("N", "N", out, 1, rows, dy, out, ones, rows, true, wanted.bias, out);
   }
 
  private:
-  int64_t rows() const { return call.shape.rows(); }
-
-  void product(const Element* x, const Element* weight, int64_t in, int64_t out, bool add, float* to) const {
-    run("T", "N", out, rows(), in, weight, in, x, in, add, to, out);
+  // y = what sum(first, rows, sums) leaves in fp32: in y itself, or in `wide`, some rows at a time, and then rounded.
+  template <class Sum> void summed(int64_t columns, Element* y, Sum&& sum) const {
+    const int64_t rows = call.shape.rows();
+    if constexpr (std::is_same_v<Element, float>) {
+      sum(0, rows, y);
+    } else {
+      for (int64_t first = 0; first < rows; first += wide_rows) {
+        const int64_t count = std::min(wide_rows, rows - first);
+        sum(first, count, wide);
+        narrow({count, columns, {wide, columns}, {y + first * columns, columns}}, dtype_of<Element>, call.num_threads);
+      }
+    }
   }
 
   void run(const char* transpose_a, const char* transpose_b, int64_t m, int64_t n, int64_t k, const Element* a, int64_t lda,
@@ -255,14 +261,14 @@ template <class Element> void block_forward(const BlockCall<Element>& call, bool
   const Linears<Element> linears{call, scratch.wide};
 
   if (call.normed.out == nullptr) norm(call, call.x, p.attention_norm, saved.normed);
-  linears.forward(saved.normed.out, p.query, s.hidden, s.query(), kept.q);
+  linears.forward(nullptr, saved.normed.out, p.query, s.hidden, s.query(), kept.q);
   turn(call, kept.q, s.query_heads, false);
   if (append) {
     const auto copy = [&](const RowsView& from, const RowsView& to) {
       for (int64_t t = 0; t < s.tokens; ++t) std::memcpy(to.row<Element>(t), from.row<Element>(t), s.head_dim * sizeof(Element));
     };
-    linears.forward(saved.normed.out, p.key, s.hidden, s.keys(), scratch.k);
-    linears.forward(saved.normed.out, p.value, s.hidden, s.keys(), scratch.v);
+    linears.forward(nullptr, saved.normed.out, p.key, s.hidden, s.keys(), scratch.k);
+    linears.forward(nullptr, saved.normed.out, p.value, s.hidden, s.keys(), scratch.v);
     turn(call, scratch.k, s.kv_heads, false);
     each_head<Element>(s, call.cache_k, call.mask.start, scratch.k, copy);
     each_head<Element>(s, call.cache_v, call.mask.start, scratch.v, copy);
@@ -273,18 +279,18 @@ template <class Element> void block_forward(const BlockCall<Element>& call, bool
   attention.out = heads_of(s, kept.attended, s.query_heads), attention.lse = saved.lse;
   attention.mask = call.mask, attention.scale = call.scale;
   attention_forward(attention, call.num_threads);
-  linears.forward_add(call.x, kept.attended, p.output, s.query(), s.hidden, kept.middle);
+  linears.forward(call.x, kept.attended, p.output, s.query(), s.hidden, kept.middle);
 
   norm(call, kept.middle, p.mlp_norm, saved.middle_normed);
-  if (s.gated) linears.forward(saved.middle_normed.out, p.gate, s.hidden, s.ffn, kept.gate);
-  linears.forward(saved.middle_normed.out, p.up, s.hidden, s.ffn, kept.up);
+  if (s.gated) linears.forward(nullptr, saved.middle_normed.out, p.gate, s.hidden, s.ffn, kept.gate);
+  linears.forward(nullptr, saved.middle_normed.out, p.up, s.hidden, s.ffn, kept.up);
   const RowsView up{kept.up, s.ffn}, gate{kept.gate, s.ffn}, active{scratch.active, s.ffn};
   gated_forward({s.rows(), s.ffn, activation_of(s), s.gated ? gate : up, s.gated ? up : RowsView{}, active}, dtype_of<Element>,
                 call.num_threads);
   if (apart)
-    linears.forward(scratch.active, p.down, s.ffn, s.hidden, out);
+    linears.forward(nullptr, scratch.active, p.down, s.ffn, s.hidden, out);
   else
-    linears.forward_add(kept.middle, scratch.active, p.down, s.ffn, s.hidden, out);
+    linears.forward(kept.middle, scratch.active, p.down, s.ffn, s.hidden, out);
 }
 
 template <class Element>
@@ -297,24 +303,24 @@ void block_backward(const BlockCall<Element>& call, const OfBlock<float>& gradie
   const auto scratch = scratch_of<BackwardScratch<Element>>(s);
   const Linears<Element> linears{call, scratch.wide};
   std::fill_n(scratch.ones, s.rows(), one<Element>);
-  float* const dnormed = linears.sums(scratch.dnormed);
 
-  linears.input(dout, p.down, s.ffn, s.hidden, scratch.active); // the gradient of active, then active
+  linears.input({{dout, p.down, s.hidden}}, s.ffn, scratch.active); // the gradient of active, then active
   const RowsView up{kept.up, s.ffn}, gate{kept.gate, s.ffn}, active{scratch.active, s.ffn}, dup{scratch.dup, s.ffn};
   gated_backward({s.rows(), s.ffn, activation_of(s), active, s.gated ? gate : up, s.gated ? up : RowsView{}, active,
                   s.gated ? RowsView{scratch.dgate, s.ffn} : dup, s.gated ? dup : RowsView{}},
                  dtype_of<Element>, call.num_threads);
   linears.parameters(dout, scratch.active, gradients.down, s.ffn, s.hidden, scratch.ones);
+  const Upstream<Element> of_gate{scratch.dgate, p.gate, s.ffn}, of_up{scratch.dup, p.up, s.ffn};
   if (s.gated) {
-    linears.input(scratch.dgate, p.gate, s.hidden, s.ffn, false, dnormed);
+    linears.input({of_gate, of_up}, s.hidden, scratch.dnormed);
     linears.parameters(scratch.dgate, saved.middle_normed.out, gradients.gate, s.hidden, s.ffn, scratch.ones);
+  } else {
+    linears.input({of_up}, s.hidden, scratch.dnormed);
   }
-  linears.input(scratch.dup, p.up, s.hidden, s.ffn, s.gated, dnormed);
-  linears.round(s.hidden, scratch.dnormed);
   linears.parameters(scratch.dup, saved.middle_normed.out, gradients.up, s.hidden, s.ffn, scratch.ones);
   norm_gradient(call, scratch.dnormed, kept.middle, dout, saved.middle_normed, p.mlp_norm, gradients.mlp_norm, scratch.dmiddle);
 
-  linears.input(scratch.dmiddle, p.output, s.query(), s.hidden, scratch.dattended);
+  linears.input({{scratch.dmiddle, p.output, s.hidden}}, s.query(), scratch.dattended);
   linears.parameters(scratch.dmiddle, kept.attended, gradients.output, s.query(), s.hidden, scratch.ones);
   BackwardParams attention;
   attention.shape = attention_shape(call);
@@ -331,15 +337,11 @@ void block_backward(const BlockCall<Element>& call, const OfBlock<float>& gradie
   turn(call, scratch.dq, s.query_heads, true);
   turn(call, scratch.dk, s.kv_heads, true);
 
-  const auto into = [&](const Element* dy, const OfModule<const Element>& parameters, const OfModule<float>& wanted, int64_t out,
-                        bool add) {
-    linears.input(dy, parameters, s.hidden, out, add, dnormed);
-    linears.parameters(dy, saved.normed.out, wanted, s.hidden, out, scratch.ones);
-  };
-  into(scratch.dq, p.query, gradients.query, s.query(), false);
-  into(scratch.dk, p.key, gradients.key, s.keys(), true);
-  into(scratch.dv, p.value, gradients.value, s.keys(), true);
-  linears.round(s.hidden, scratch.dnormed);
+  linears.input({{scratch.dq, p.query, s.query()}, {scratch.dk, p.key, s.keys()}, {scratch.dv, p.value, s.keys()}}, s.hidden,
+                scratch.dnormed);
+  linears.parameters(scratch.dq, saved.normed.out, gradients.query, s.hidden, s.query(), scratch.ones);
+  linears.parameters(scratch.dk, saved.normed.out, gradients.key, s.hidden, s.keys(), scratch.ones);
+  linears.parameters(scratch.dv, saved.normed.out, gradients.value, s.hidden, s.keys(), scratch.ones);
   norm_gradient(call, scratch.dnormed, call.x, scratch.dmiddle, saved.normed, p.attention_norm, gradients.attention_norm, dx);
 }
 
