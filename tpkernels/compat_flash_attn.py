@@ -207,11 +207,11 @@ def flash_attn_with_kvcache(
     needs_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v))
     if isinstance(lengths, int) and rows is None and cache_leftpad is None:
         _check_room([lengths], written, capacity)
-        tokens = slice(lengths, lengths + written)
-        keys, values = (
-            _updated(cache, new, (slice(None), tokens), (slice(None), tokens), rows, tokens.stop, needs_gradient)
-            for cache, new in ((k_cache, k), (v_cache, v))
-        )
+        stop = lengths + written
+        place = (slice(None), slice(lengths, stop))
+        # Two calls: a slice in a generator's closure makes torch 2.11 compile once a length.
+        keys = _updated(k_cache, k, place, place, rows, stop, needs_gradient)
+        values = _updated(v_cache, v, place, place, rows, stop, needs_gradient)
         out, lse = prefix_attention(q, keys, values, mask=_mask(window), **settings)
         return (out, lse) if return_softmax_lse else out
 

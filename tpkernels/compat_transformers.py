@@ -139,7 +139,7 @@ def _intervals(
             batch_size=batch_size,
             kv_length=kv_length,
             kv_offset=kv_offset,
-            mask_function=mask_function or causal_mask_function,
+            mask_function=causal_mask_function if mask_function is None else mask_function,
             attention_mask=attention_mask,
             allow_is_causal_skip=False,
             use_vmap=use_vmap,
