@@ -48,6 +48,8 @@ def launched(monkeypatch, usable_triton):
     monkeypatch.setattr(type(forward.attention_forward), "__getitem__", launcher)
     monkeypatch.setattr(tiles, "architecture", lambda device: "sm90")
     monkeypatch.setattr(launch, "processors_of", lambda device: 132)
+    # Fake tensors would wake their device where there is a GPU at all, and this machine may have no second one.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     # What plans ask of tensors beyond shapes; torch's own indexing wants a device where torch was built without CUDA.
     monkeypatch.setattr(FakeTensor, "data_ptr", lambda self: 0, raising=False)
     monkeypatch.setattr(FakeTensor, "__getitem__", lambda self, at: self.unsqueeze(0), raising=False)
