@@ -45,18 +45,23 @@ def _gpu_backends() -> list[str]:
 
 
 GPU_BACKENDS = _gpu_backends()
+ON_GPU = {"device", "on_gpu"}  # fixtures of tests that run on the GPU where there is one
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "on_gpu_too: also for the GPU's attention backends, tensors on the GPU")
+    config.addinivalue_line("markers", "gpu: runs on the GPU where there is one; set here, for -m")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Drop tests of GPU backends that make tensors for the CPU."""
+    """Drop tests of GPU backends that make tensors for the CPU, and mark what runs on the GPU: `-m gpu`."""
 
     def fits(item: pytest.Item) -> bool:
         callspec = getattr(item, "callspec", None)
         on_gpu = callspec is not None and callspec.params.get("backend") in GPU_BACKENDS
+        if on_gpu or not ON_GPU.isdisjoint(getattr(item, "fixturenames", ())):
+            item.add_marker("gpu")
         return not on_gpu or item.get_closest_marker("on_gpu_too") is not None
 
     items[:] = [item for item in items if fits(item)]

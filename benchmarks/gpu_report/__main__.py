@@ -6,14 +6,17 @@ import argparse
 import datetime
 import filecmp
 import functools
+import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from benchmarks.gpu_report import markdown, parts, supervise
 
@@ -29,6 +32,9 @@ WORKER = (
     "import sys; sys.path.append(sys.argv.pop(1)); from benchmarks.gpu_report.__main__ import main; sys.exit(main())"
 )
 BUILD_SECONDS = 460
+FEWEST_SECONDS = 30  # less is no time to start a part
+SHOWN_FAILURES = 8
+CUDA_KERNELS = "tpkernels._cuda"
 FAILED = ("wrong", "error", "crashed")
 
 
@@ -39,11 +45,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--only", nargs="+", choices=["build", *parts.PARTS], help="these parts; others keep their rows"
     )
-    parser.add_argument("--resume", action="store_true", help="keep rows that came out; run the cells that did not")
+    parser.add_argument("--resume", action="store_true", help="keep outcomes; run the cells that have none")
     parser.add_argument(
         "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: tiny shapes, a test of the report"
     )
     parser.add_argument("--seconds", type=float, default=440, help="the most time a part may take")
+    parser.add_argument(
+        "--in-all", type=float, default=float("inf"), metavar="SECONDS",
+        help="the most time for everything; the same call with --resume goes on from there",
+    )  # fmt: skip
+    parser.add_argument("--no-build", action="store_true", help="measure what is installed or needs no build")
     parser.add_argument("--worker", nargs=4, metavar=("PART", "FILE", "SHARE", "OF"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.worker:
@@ -53,27 +64,40 @@ def main(arguments: list[str] | None = None) -> int:
     if options.device == "cuda" and not _has_gpu():
         print("gpu_report: torch sees no CUDA device here; --device cpu tests the report itself", file=sys.stderr)
         return 2
+    end = time.monotonic() + options.in_all
     out: Path = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     report = _load(out)
+    _write(report, out)
+    build = not options.no_build
     environment, report["build"] = _installed(
-        out, options.device, build=options.only is None or "build" in options.only
+        out, options.device, build=build, seconds=min(BUILD_SECONDS, options.in_all)
     )
+    print("; ".join(report["build"].values()), flush=True)
     for name, part in parts.PARTS.items():
         if options.only is None or name in options.only:
             began = time.monotonic()
-            report["rows"] = _run(part, report["rows"], out, environment, options)
-            machines = [
-                row for f in out.glob(f"{name}-*.jsonl") for row in parts.read_rows(f) if row["status"] == "machine"
-            ]
-            if machines:
-                report["machines"][name] = {k: v for k, v in machines[0].items() if k not in parts.Cell._fields}
-            _write(report, out)
-            print(f"{name}: {_summary(report['rows'], name)}, {time.monotonic() - began:.0f} s", flush=True)
-    _write(report, out)
+            if end - began < FEWEST_SECONDS:
+                print(f"{name}: no time was left; --resume runs it")
+                continue
+            try:
+                _run(part, report["rows"], out, environment, options, deadline=min(began + options.seconds, end))
+            finally:  # also when a signal ends it
+                _collect(part, report, options.device, out)
+                _write(report, out)
+                print(f"{name}: {_summary(report['rows'], name)}, {time.monotonic() - began:.0f} s", flush=True)
     print(f"report: {out / 'gpu_report.md'}")
-    ours = (*parts.OURS, "pytest", "cpu")
-    return int(any(row["status"] in FAILED and row["contender"].split()[0] in ours for row in report["rows"]))
+    return int(any(_is_failure(row) for row in report["rows"]))
+
+
+def _is_failure(row: dict[str, Any]) -> bool:
+    """Of something of ours."""
+    return row["status"] in FAILED and row["contender"].split()[0] in (*parts.OURS, "pytest", "cpu")
+
+
+def _stop(signum: int, frame: object) -> NoReturn:
+    """Workers are ended and both files written on the way out."""
+    raise SystemExit(128 + signum)
 
 
 def _has_gpu() -> bool:
@@ -83,44 +107,65 @@ def _has_gpu() -> bool:
 
 
 def _run(
-    part: parts.Part, rows: list[dict[str, Any]], out: Path, environment: dict[str, str], options: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """All rows, those of the part anew."""
+    part: parts.Part, rows: list[dict[str, Any]], out: Path, environment: dict[str, str], options: argparse.Namespace,
+    *, deadline: float,
+) -> None:  # fmt: skip
+    """Workers of the part, each with a file of rows in `out`; with --resume a worker skips what has an outcome there
+    or in `rows`: a call that was killed has written no more than the files."""
     cells = parts.cells(part.name, options.device)
-    mine = [row for row in rows if row["part"] == part.name]
-    kept = [row for row in mine if options.resume and row["status"] in ("ok", "refused")]
-    for old in out.glob(f"{part.name}-*"):
-        old.unlink()
-    done = {parts.key(row) for row in kept}
+    files = list(out.glob(f"{part.name}-[0-9]*.jsonl"))
+    found = {parts.key(row): row for row in rows}
+    for file in files:
+        found |= supervise.answers(file)
+    kept = [found[parts.key(c)] for c in cells if options.resume and parts.key(c) in found]
+    kept = [row for row in kept if row["status"] in ("ok", *FAILED)]
+    for old in (*files, *(file.with_suffix(".log") for file in files)):
+        old.unlink(missing_ok=True)
     processes = min(part.processes, max(1, (os.cpu_count() or 1) - 1), len(cells))
-    deadline = time.monotonic() + options.seconds
-    jobs = []
-    for share in range(processes):
-        file = out / f"{part.name}-{share}.jsonl"
-        for row in kept:  # a worker skips what has a row
-            parts.append(file, row)
-        job = functools.partial(
+    files = [out / f"{part.name}-{share}.jsonl" for share in range(processes)]
+    for share, file in enumerate(files):
+        mine = {parts.key(cell) for cell in cells[share::processes]}
+        file.write_text("")
+        for row in kept:
+            if parts.key(row) in mine:
+                parts.append(file, row)
+    stop = threading.Event()
+    jobs = [
+        functools.partial(
             supervise.supervise,
             functools.partial(_worker, part.name, share, processes, options.device),
-            [cell for cell in cells[share::processes] if parts.key(cell) not in done],
+            cells[share::processes],
             file=file,
             deadline=deadline,
             cell_seconds=part.cell_seconds,
             environment=environment,
+            stop=stop,
         )
-        jobs.append(job)
-    supervise.side_by_side(jobs)
-    found = {}
-    for share in range(processes):
-        for row in parts.read_rows(out / f"{part.name}-{share}.jsonl"):
-            if row["status"] not in ("begun", "machine"):
-                found[parts.key(row)] = {
-                    **row,
-                    "text": row["text"].replace(str(ROOT), ".").replace(str(Path.home()), "~"),
-                }
-    return [row for row in rows if row["part"] != part.name] + [
-        found[parts.key(c)] for c in cells if parts.key(c) in found
+        for share, file in enumerate(files)
     ]
+    began = time.monotonic()
+
+    def tick() -> None:
+        answered = sum(len(supervise.answers(file)) for file in files)
+        print(f"{part.name}: {answered} of {len(cells)} cells, {time.monotonic() - began:.0f} s", flush=True)
+
+    supervise.side_by_side(jobs, tick=tick, stop=stop)
+
+
+def _collect(part: parts.Part, report: dict[str, Any], device: str, out: Path) -> None:
+    """The part's rows and what its machine was, from the workers' files into the report."""
+    found = {}
+    for file in out.glob(f"{part.name}-[0-9]*.jsonl"):
+        for name, row in supervise.answers(file).items():
+            found[name] = {**row, "text": row["text"].replace(str(ROOT), ".").replace(str(Path.home()), "~")}
+        for row in parts.read_rows(file):
+            if row["status"] == "machine":
+                report["machines"][part.name] = {k: v for k, v in row.items() if k not in parts.Cell._fields}
+    cells = map(parts.key, parts.cells(part.name, device))
+    others = [row for row in report["rows"] if row["part"] != part.name]
+    report["rows"] = others + [found[cell] for cell in cells if cell in found]
+    for row in filter(_is_failure, report["rows"][len(others) :][:SHOWN_FAILURES]):
+        print(f"  {row['status']}: {row['subject']} {row['contender']}: {row['text'][:200]}")
 
 
 def _worker(part: str, share: int, of: int, device: str, file: Path) -> list[str]:
@@ -132,18 +177,18 @@ def _worker(part: str, share: int, of: int, device: str, file: Path) -> list[str
 # ---- the build -------------------------------------------------------------------------------------------------------
 
 
-def _installed(out: Path, device: str, *, build: bool) -> tuple[dict[str, str], dict[str, str]]:
+def _installed(out: Path, device: str, *, build: bool, seconds: float) -> tuple[dict[str, str], dict[str, str]]:
     """Environment of the workers, in which tpkernels is this checkout's; and what was found or done, in words."""
     site = out / "site"
     base = {**os.environ}
     attempts = [base, _with_path(base, site)] if site.exists() else [base]
-    said = {}
-    for environment in attempts:
-        missing = _missing(environment, device)
-        if missing is None:
-            return environment, {"build": "nothing was missing"}
-    said["build"] = f"missing: {missing}"
+    missing = [_missing(environment, device) for environment in attempts]
+    if None in missing:
+        return attempts[missing.index(None)], {"build": "nothing was missing"}
+    said = f"missing: {missing[-1]}"
     if build:
+        print(f"build: {said}; its log is {out / 'build.log'}", flush=True)
+        began = time.monotonic()
         shutil.rmtree(site, ignore_errors=True)
         command = [sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--no-index", "--quiet"]
         log = out / "build.log"
@@ -151,18 +196,22 @@ def _installed(out: Path, device: str, *, build: bool) -> tuple[dict[str, str], 
             try:
                 status: int | str = subprocess.run(
                     [*command, "--target", str(site), "."], cwd=ROOT, stdout=stream, stderr=stream, check=False,
-                    timeout=BUILD_SECONDS,
+                    timeout=seconds,
                 ).returncode  # fmt: skip
             except (OSError, subprocess.TimeoutExpired) as error:
                 status = type(error).__name__
         if status == 0:
             left = _missing(_with_path(base, site), device)
-            said["build"] += "; built it" + ("" if left is None else f", but still missing: {left}")
-            return _with_path(base, site), said
+            said += f"; built it in {time.monotonic() - began:.0f} s"
+            return _with_path(base, site), {"build": said + ("" if left is None else f", but still missing: {left}")}
         tail = " ".join(log.read_text(errors="replace").split()[-40:])
-        said["build"] += f"; pip ended with {status}: {tail}".replace(str(ROOT), ".")
-    said["kernels"] = "those of the checkout that need no build"
-    return _with_path(base, ROOT, ROOT / "python"), said
+        said += f"; pip ended with {status}: {tail}".replace(str(ROOT), ".")
+    elif CUDA_KERNELS in missing:
+        return attempts[missing.index(CUDA_KERNELS)], {"build": said}
+    return _with_path(base, ROOT, ROOT / "python"), {
+        "build": said,
+        "kernels": "those of the checkout that need no build",
+    }
 
 
 def _with_path(environment: dict[str, str], *folders: Path) -> dict[str, str]:
@@ -189,7 +238,7 @@ def _missing(environment: dict[str, str], device: str) -> str | None:
     wants_cuda = (
         device == "cuda" and (ROOT / "csrc" / "cuda").exists() and _nvcc() and os.environ.get("TPK_CUDA") != "0"
     )
-    return "tpkernels._cuda" if wants_cuda and not found["_cuda"] else None
+    return CUDA_KERNELS if wants_cuda and not found["_cuda"] else None
 
 
 def _nvcc() -> bool:
@@ -201,10 +250,27 @@ def _nvcc() -> bool:
 
 
 def _load(out: Path) -> dict[str, Any]:
-    file = out / "gpu_report.json"
-    if file.exists():
-        return dict(json.loads(file.read_text()))
-    return {"rows": [], "machines": {}, "build": {}}
+    """The report so far. What older sources gave is dropped with the workers' files: no table mixes two versions."""
+    file, sources = out / "gpu_report.json", _sources()
+    report = dict(json.loads(file.read_text())) if file.exists() else {}
+    if report.get("sources") == sources:
+        return report
+    if report.get("rows"):
+        print("gpu_report: the sources have changed since the last call; its rows are dropped", flush=True)
+    for part in parts.PARTS:
+        for old in out.glob(f"{part}-[0-9]*"):
+            old.unlink()
+    return {"rows": [], "machines": {}, "build": {}, "sources": sources}
+
+
+def _sources() -> str:
+    """A digest of all that a row hangs on: kernels, their bindings, the report."""
+    digest = hashlib.sha256()
+    for folder in ("tpkernels", "csrc", "benchmarks/gpu_report"):
+        for file in sorted((ROOT / folder).rglob("*")):
+            if file.is_file() and file.suffix not in (".so", ".pyc"):
+                digest.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _write(report: dict[str, Any], out: Path) -> None:
@@ -226,4 +292,5 @@ def _summary(rows: list[dict[str, Any]], part: str) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _stop)
     sys.exit(main())

@@ -52,7 +52,7 @@ PARTS = {
     for part in (
         Part("ceilings", "large matrix products and a device copy"),
         Part("cases", "every case of the tolerance rule, bf16, fp16 and fp32", processes=12, cell_seconds=240.0),
-        Part("tests", "the test files of tests/tpkernels, with pytest", processes=8, cell_seconds=420.0),
+        Part("tests", "what runs on the GPU of tests/tpkernels, with pytest", processes=8, cell_seconds=420.0),
         Part("forward", "the standard grid, forward"),
         Part("backward", "the standard grid, backward"),
         Part("slice-forward", "the slice grid, forward"),
@@ -90,7 +90,8 @@ def cells(part: str, device: str) -> list[Cell]:
         return [Cell(part, str(path.relative_to(ROOT)), "pytest") for path in files]
     if part == "cases":
         names = _case_names() if device == "cuda" else _case_names()[:3]
-        return [Cell(part, f"{name} {dtype}", who) for dtype in DTYPES for name in names for who in ours]
+        # Contenders outermost: workers take every so manieth cell, and each gets its share of those that compile.
+        return [Cell(part, f"{name} {dtype}", who) for who in ours for dtype in DTYPES for name in names]
     contenders = [*ours, *(f"{name} deterministic" for name in ours)]
     contenders += ["FlexAttention"] if part.startswith("flex") else RIVALS
     if part.startswith("flex"):
@@ -247,7 +248,7 @@ def _case(cell: Cell, device: str) -> dict[str, Any]:
 
 
 def _tests(cell: Cell, device: str) -> dict[str, Any]:
-    """One test file; without a GPU nothing is started, since the tests are at hand there."""
+    """Those tests of a file that run on the GPU; without one nothing is started, since the tests are at hand there."""
     from importlib.util import find_spec
 
     from benchmarks.gpu_report.contenders import Refused
@@ -257,13 +258,19 @@ def _tests(cell: Cell, device: str) -> dict[str, Any]:
         raise Refused(f"not installed: {', '.join(missing)}")
     if device != "cuda":
         raise Refused("run it with pytest")
-    command = [sys.executable, "-P", "-m", "pytest", cell.subject, "-q", "-p", "no:cacheprovider", "--no-header"]
+    command = [sys.executable, "-P", "-m", "pytest", cell.subject, "-m", "gpu"]
+    command += ["-q", "-p", "no:cacheprovider", "--no-header"]
     wide = {**os.environ, "COLUMNS": "300"}  # or pytest cuts the reasons short
-    done = subprocess.run(command, cwd=ROOT, env=wide, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.strip()] or done.stderr.splitlines()[-3:]
+    lines = []
+    with subprocess.Popen(
+        command, cwd=ROOT, env=wide, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as process:
+        for line in process.stdout or ():
+            print(line, end="", flush=True)  # into the worker's log, whose last line is told if the time runs out
+            lines += [line.rstrip()] if line.strip() else []
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    last = lines[-1].strip("= ") if lines else f"exit status {done.returncode}"
-    if done.returncode not in (0, 5):  # 5: the file has no test for this machine
+    last = lines[-1].strip("= ") if lines else f"exit status {process.returncode}"
+    if process.returncode not in (0, 5):  # 5: the file has no test for a GPU
         return {"status": "wrong", "text": " | ".join([last, *failed[:5]])[:1500]}
     return {"text": last}
 
@@ -272,11 +279,18 @@ def _tests(cell: Cell, device: str) -> dict[str, Any]:
 def _problem(shape: shapes.Shape, device: str) -> Any:
     import torch
 
-    from benchmarks.gpu_report.answers import answer
     from benchmarks.gpu_report.contenders import Problem
 
-    problem = Problem.of(shape, torch.bfloat16, device)
-    return problem, answer(problem, torch.float64), answer(problem, torch.bfloat16)
+    return Problem.of(shape, torch.bfloat16, device)
+
+
+@functools.lru_cache(maxsize=1)
+def _answers_of(problem: Any) -> Any:
+    import torch
+
+    from benchmarks.gpu_report.answers import answer
+
+    return answer(problem, torch.float64), answer(problem, torch.bfloat16)
 
 
 def _timed(cell: Cell, device: str) -> dict[str, Any]:
@@ -290,12 +304,13 @@ def _timed(cell: Cell, device: str) -> dict[str, Any]:
 
     shape = next(shape for shape in grid(cell.part, device) if str(shape) == cell.subject)
     way = direction(cell.part)
-    problem, exact, yardstick = _problem(shape, device)
+    problem = _problem(shape, device)
     jobs = {**BACKENDS, **PEERS}[cell.contender](problem)
     with torch.set_grad_enabled(cell.contender in PEERS):
         jobs.forward()
         if way == "backward":
             jobs.backward()
+        exact, yardstick = _answers_of(problem)
         verdict = judge(jobs.results(), exact, yardstick, shape.group, torch.bfloat16)
         if not verdict.ok and cell.contender in BACKENDS:
             raise AssertionError(verdict.text)

@@ -2,7 +2,7 @@
 
 A worker appends to a file of rows: `begun`, then the outcome. When it dies or a cell takes too long, the supervisor
 writes down what happened to the cell that was open and starts another worker, which skips what has a row. Cells that
-the part's time did not reach are written down as `not run`.
+the part's time did not reach, or that were open when it was up, are written down as `not run`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks.gpu_report.parts import BROKEN, Cell, append, key, read_rows
 
 POLL_SECONDS = 0.2
+TICK_SECONDS = 20.0
 
 
 def supervise(
@@ -29,36 +30,42 @@ def supervise(
     deadline: float,
     cell_seconds: float,
     environment: dict[str, str] | None = None,
+    stop: threading.Event | None = None,
 ) -> None:
-    """`command(file)` is a worker for these cells. deadline: of time.monotonic()."""
+    """`command(file)` is a worker for these cells. deadline: of time.monotonic(); `stop` ends it earlier."""
     log = file.with_suffix(".log")
     fruitless = 0
-    while time.monotonic() < deadline and fruitless < 2:
-        before = len(_answered(file))
+
+    def over() -> str | None:
+        if stop is not None and stop.is_set():
+            return "the run was stopped"
+        return "the part's time was up" if time.monotonic() >= deadline else None
+
+    answered = answers(file)
+    while over() is None and fruitless < 2 and not all(key(cell) in answered for cell in cells):
+        before = len(answered)
         with log.open("ab") as stream:
+            # A group of its own, to end it with all it started; no session, so that what ends ours ends it too.
             worker = subprocess.Popen(
-                command(file), stdout=stream, stderr=stream, stdin=subprocess.DEVNULL, start_new_session=True,
-                env=environment,
-            )  # fmt: skip
-            end = _wait(worker, file, deadline, cell_seconds)
-        answered = _answered(file)
+                command(file), stdout=stream, stderr=stream, stdin=subprocess.DEVNULL, process_group=0, env=environment
+            )
+            end = _wait(worker, file, over, cell_seconds)
+        answered = answers(file)
         for row in read_rows(file):
             if row["status"] == "begun" and key(row) not in answered:
-                append(file, {**_cell(row), "status": "crashed", "text": f"{end}: {_last_line(log)}"})
-        answered = _answered(file)
+                status = "crashed" if end != over() else "not run"
+                append(file, {**_cell(row), "status": status, "text": f"{end}: {_last_line(log)}"})
+        answered = answers(file)
         fruitless = 0 if len(answered) > before else fruitless + 1
-        if all(key(cell) in answered for cell in cells):
-            return
-    reason = "the part's time was up" if time.monotonic() >= deadline else f"no worker started: {_last_line(log)}"
-    answered = _answered(file)
     for cell in cells:
         if key(cell) not in answered:
+            reason = over() or f"no worker started: {_last_line(log)}"
             append(file, {**cell._asdict(), "status": "not run", "text": reason})
 
 
-def _answered(file: Path) -> set[tuple[str, str, str]]:
-    """Cells that have an outcome."""
-    return {key(row) for row in read_rows(file) if row["status"] not in ("begun", "machine")}
+def answers(file: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """The outcome of each cell that has one."""
+    return {key(row): row for row in read_rows(file) if row["status"] not in ("begun", "machine")}
 
 
 def _cell(row: dict[str, Any]) -> dict[str, Any]:
@@ -70,18 +77,19 @@ def _last_line(log: Path) -> str:
     return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it said nothing")
 
 
-def _wait(worker: subprocess.Popen[bytes], file: Path, deadline: float, cell_seconds: float) -> str:
-    """How the worker ended, in words. It is stopped when a cell takes too long or the part's time is up."""
+def _wait(worker: subprocess.Popen[bytes], file: Path, over: Callable[[], str | None], cell_seconds: float) -> str:
+    """How the worker ended, in words. It is stopped when a cell takes too long or all is over."""
     size, since = -1, time.monotonic()
     while worker.poll() is None:
         now = time.monotonic()
         current = file.stat().st_size if file.exists() else 0
         if current != size:
             size, since = current, now
-        if now >= deadline or now - since > cell_seconds:
+        reason = over() or (f"no answer within {cell_seconds:g} s" if now - since > cell_seconds else None)
+        if reason is not None:
             os.killpg(worker.pid, signal.SIGKILL)
             worker.wait()
-            return "the part's time was up" if now >= deadline else f"no answer within {cell_seconds:g} s"
+            return reason
         time.sleep(POLL_SECONDS)
     status = worker.returncode
     if status == BROKEN:
@@ -89,8 +97,11 @@ def _wait(worker: subprocess.Popen[bytes], file: Path, deadline: float, cell_sec
     return f"killed by signal {-status}" if status < 0 else f"the worker ended with status {status}"
 
 
-def side_by_side(jobs: Sequence[Callable[[], None]]) -> None:
-    """Run supervisors in threads; the first error is raised when all have ended."""
+def side_by_side(
+    jobs: Sequence[Callable[[], None]], *, tick: Callable[[], None] | None = None, stop: threading.Event | None = None
+) -> None:
+    """Run supervisors in threads, with a tick now and then; the first error is raised when all have ended. What
+    interrupts the caller (Ctrl-C, a signal) sets `stop` and waits for them."""
     errors: list[BaseException] = []
 
     def guarded(job: Callable[[], None]) -> None:
@@ -102,7 +113,19 @@ def side_by_side(jobs: Sequence[Callable[[], None]]) -> None:
     threads = [threading.Thread(target=guarded, args=(job,), daemon=True) for job in jobs]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        ticked = time.monotonic()
+        while any(thread.is_alive() for thread in threads):
+            time.sleep(POLL_SECONDS)
+            if tick is not None and time.monotonic() - ticked >= TICK_SECONDS:
+                ticked = time.monotonic()
+                tick()
+    except BaseException:
+        if stop is not None:
+            stop.set()
+        raise
+    finally:
+        for thread in threads:
+            thread.join()
     if errors:
         raise errors[0]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -185,6 +187,44 @@ def test_crashes_and_hangs_cost_one_cell_each(tmp_path):
     }
 
 
+def test_a_cell_that_is_open_when_the_time_is_up_did_not_fail(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    names = ["a", "hangs", "b"]
+    worker = [sys.executable, "-c", WORKER, str(file), *names]
+    supervise.supervise(
+        lambda rows: worker, [Cell("p", "s", name) for name in names], file=file,
+        deadline=time.monotonic() + 1.5, cell_seconds=30,
+    )  # fmt: skip
+    assert statuses(file) == {"a": "ok", "hangs": "not run", "b": "not run"}
+    supervise.supervise(
+        lambda rows: pytest.fail("a worker for cells that have an answer"), [Cell("p", "s", "a")], file=file,
+        deadline=time.monotonic() + 30, cell_seconds=30,
+    )  # fmt: skip
+
+
+def test_an_interrupt_ends_the_workers_and_keeps_what_they_found(tmp_path, monkeypatch):
+    """It comes in a tick, when the first cell is done and the second hangs."""
+    file, stop = tmp_path / "rows.jsonl", threading.Event()
+    worker = [sys.executable, "-c", WORKER, str(file), "a", "hangs"]
+
+    def supervisor():
+        supervise.supervise(
+            lambda rows: worker, [Cell("p", "s", name) for name in ("a", "hangs")], file=file,
+            deadline=time.monotonic() + 60, cell_seconds=60, stop=stop,
+        )  # fmt: skip
+
+    def interrupt():
+        if "a" in statuses(file):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(supervise, "TICK_SECONDS", 0.0)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        supervise.side_by_side([supervisor], tick=interrupt, stop=stop)
+    assert statuses(file) == {"a": "ok", "hangs": "not run"} and time.monotonic() - began < 30
+    assert "the run was stopped" in parts.read_rows(file)[-1]["text"]
+
+
 @pytest.mark.parametrize(
     ("program", "seconds", "reason"),
     [
@@ -306,10 +346,44 @@ def test_the_whole_command_on_the_cpu(tmp_path, capsys):
     assert "ceilings: 4 ok" in capsys.readouterr().out
 
 
+def test_a_killed_call_goes_on_from_the_workers_rows(tmp_path, monkeypatch, capsys):
+    """A call that was killed left rows in its workers' files alone; older sources' rows are worth nothing."""
+    arguments = ["--device", "cpu", "--out", str(tmp_path), "--only", "slice-forward"]
+    file = tmp_path / "slice-forward-0.jsonl"
+
+    def milliseconds():
+        rows = json.loads((tmp_path / "gpu_report.json").read_text())["rows"]
+        return [row["ms"] for row in rows if row["subject"] == SLICE and row["contender"] == "cpu"]
+
+    assert command.main([*arguments, "--in-all", "1"]) == 0 and not file.exists()
+    assert "no time was left" in capsys.readouterr().out and milliseconds() == []
+    row = Cell("slice-forward", SLICE, "cpu")._asdict()
+    figures = {"ms": 123.0, "low_ms": 123.0, "high_ms": 123.0, "tflops": 1.0, "within_tolerance": True}
+    parts.append(file, {**row, "status": "begun"})
+    parts.append(file, {**row, "status": "ok", "text": "", **figures})
+    assert command.main([*arguments, "--resume"]) == 0 and milliseconds() == [123.0]
+    assert "slice-forward: 12 refused, 4 ok, 4 error" in capsys.readouterr().out
+    monkeypatch.setattr(command, "_sources", lambda: "others")
+    assert command.main([*arguments, "--resume"]) == 0 and milliseconds() != [123.0]
+    assert "the sources have changed" in capsys.readouterr().out
+
+
+def test_only_what_runs_on_a_gpu_is_run_there():
+    file = "tests/tpkernels/triton/test_launch.py"
+    arguments = [sys.executable, "-m", "pytest", file, "-m", "gpu", "--collect-only", "-q"]
+    listed = subprocess.run(arguments, cwd=command.ROOT, capture_output=True, text=True, check=False).stdout
+    names = [line.rpartition("::")[2] for line in listed.splitlines() if "::" in line]
+    assert names == [
+        f"test_{name}[{who}]"
+        for name in ("a_side_stream_is_waited_for", "a_device_that_is_not_current")
+        for who in ("triton", "cuda")
+    ]
+
+
 def test_a_test_file_is_one_cell(tmp_path):
     good, bad = tmp_path / "test_good.py", tmp_path / "test_bad.py"
-    good.write_text("def test_it(): pass")
-    bad.write_text("def test_it(): assert 0, 'off by one'")
+    good.write_text("import pytest\n@pytest.mark.gpu\ndef test_it(): pass\ndef test_on_the_cpu(): assert 0")
+    bad.write_text("import pytest\n@pytest.mark.gpu\ndef test_it(): assert 0, 'off by one'")
     assert parts.outcome(Cell("tests", str(good), "pytest"), "cuda")["text"].startswith("1 passed")
     row = parts.outcome(Cell("tests", str(bad), "pytest"), "cuda")
     assert row["status"] == "wrong" and "1 failed" in row["text"] and "off by one" in row["text"]
@@ -337,5 +411,11 @@ def test_another_version_that_is_installed_is_not_measured(tmp_path):
 def test_a_build_that_fails_leaves_the_kernels_that_need_none(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "_missing", lambda environment, device: "the package")
     monkeypatch.setattr(command.sys, "executable", "/bin/false")
-    environment, said = command._installed(tmp_path, "cpu", build=True)
+    environment, said = command._installed(tmp_path, "cpu", build=True, seconds=60)
     assert environment["PYTHONPATH"].startswith(str(command.ROOT)) and "pip ended with 1" in said["build"]
+
+
+def test_without_the_cuda_kernels_the_others_are_the_installed_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "_missing", lambda environment, device: command.CUDA_KERNELS)
+    environment, said = command._installed(tmp_path, "cuda", build=False, seconds=60)
+    assert environment == dict(command.os.environ) and said == {"build": "missing: tpkernels._cuda"}
