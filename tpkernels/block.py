@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from tpkernels import backends
-from tpkernels.attention_ops import Settings, Slice, appended, claim, gone_back, place, raw_mask, starts_backward
+from tpkernels.attention_ops import Settings, raw_mask
 from tpkernels.fused_reference import NormValues
 from tpkernels.mask import Mask, RawMask
 from tpkernels.prefix_cache import PrefixCache
+from tpkernels.slice_order import Slice, appended, claim, gone_back, place, starts_backward
 
 try:
     from tpkernels import _core
