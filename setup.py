@@ -11,6 +11,7 @@ import os
 import shlex
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -52,9 +53,11 @@ class CMakeBuild(build_ext):
             f"-DTPK_CUDA={os.environ.get('TPK_CUDA', 'auto')}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
+        # Last on the path: this Python's own cmake and ninja, found also where it was started by its full name.
+        path = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
         for command in (configure, ["cmake", "--build", str(build), "--parallel", str(parallel_jobs())]):
             try:
-                subprocess.run(command, check=True)
+                subprocess.run(command, check=True, env={**os.environ, "PATH": path})
             except (OSError, subprocess.CalledProcessError) as error:
                 raise SystemExit(
                     f"terapipe: building the extensions failed in: {shlex.join(command)}\n{error}"

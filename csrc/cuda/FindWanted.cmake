@@ -27,7 +27,7 @@ if(NOT TPK_NVCC)
 endif()
 
 set(present "")
-find_program(TPK_NVIDIA_SMI nvidia-smi)
+find_program(TPK_NVIDIA_SMI nvidia-smi PATHS /usr/local/nvidia/bin)  # where containers have the driver
 if(TPK_NVIDIA_SMI)
   execute_process(COMMAND "${TPK_NVIDIA_SMI}" --query-gpu=compute_cap --format=csv,noheader OUTPUT_VARIABLE capabilities ERROR_QUIET)
   string(REGEX MATCHALL "[0-9]+\\.[0-9]+" capabilities "${capabilities}")
