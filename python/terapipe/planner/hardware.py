@@ -155,7 +155,9 @@ RTX4090 = Hardware(
 CPU = Hardware(
     name="cpu-2core",
     dtype="fp32",
-    peak_flops=Value(1.7e11, "one core, torch.matmul fp32 1024 x 1024, measured: 163 to 209 GFLOP/s (terapipe bench attention)"),
+    peak_flops=Value(
+        1.7e11, "one core, torch.matmul fp32 1024 x 1024, measured: 163 to 209 GFLOP/s (terapipe bench attention)"
+    ),
     memory_bytes_per_s=Value(10e9, f"{_GUESS}: one of two busy cores"),
     memory_bytes=Value(11e9, "half of 23 GiB, less the system"),
     devices_per_node=Value(2, "two cores, one rank each"),

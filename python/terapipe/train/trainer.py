@@ -34,6 +34,7 @@ from terapipe.train.config import TrainConfig
 from terapipe.train.config_file import to_toml
 from terapipe.train.data import Source, open_source
 from terapipe.train.foreign_load import LEAST_S, Sample, disturbance, foreign_cores, sample
+from terapipe.train.memory_needs import check_memory
 from terapipe.train.metrics import MetricsFile, Progress, StepMetrics, ValidationMetrics, keep_earlier
 from terapipe.train.optimizer import Optimizer
 from terapipe.train.step_prediction import WARM_STEPS, StepPrediction, from_actions, from_device, unpredicted_line
@@ -93,9 +94,9 @@ def check_start(config: TrainConfig, *, world: World, resume: bool) -> None:
     config = config.resolve()
     config.plan(_pipeline_ranks(config, world.size))
     _check_links(config, world.size)
+    _check_memory(config, world, pick_device(config.device, world))
     _open(config)
     _check_run_dir(config, resume)
-    pick_device(config.device, world)
 
 
 def pick_device(name: str, world: World) -> str:
@@ -125,6 +126,8 @@ class Trainer:
         self.world, self.device = world, device
         self.model = config.model.resolve()
         self.plan = config.plan(_pipeline_ranks(config, world.size))
+        if (too_much := _check_memory(config, world, torch.device(device).type)) and self.first:
+            log.warning(too_much)
         self.source: Source = _open(config)
         if self.first and (left_out := getattr(self.source, "left_out", ())):
             log.warning("left out of the data, since they are not text: %s", named(left_out))
@@ -400,6 +403,17 @@ def _settings(toml: str) -> Iterator[tuple[str, str]]:
             key, value = line.split(" = ", 1)
             if section + key not in WITHOUT_EFFECT:
                 yield section + key, value
+
+
+def _check_memory(config: TrainConfig, world: World, device: str) -> str | None:
+    return check_memory(
+        config.plan(_pipeline_ranks(config, world.size)),
+        config.model.resolve(),
+        dtype=config.dtype,
+        recompute=config.parallel.recompute,
+        world=world,
+        device=device,
+    )
 
 
 def _check_run_dir(config: TrainConfig, resume: bool) -> None:
