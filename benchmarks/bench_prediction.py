@@ -16,6 +16,7 @@ them take half an hour: what is finished is kept in the folder that TERAPIPE_PAR
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import json
@@ -443,6 +444,10 @@ if __name__ == "__main__":
     else:
         from terapipe.benchmarking import table
 
-        everything = run(sys.argv[1:])
+        parser = argparse.ArgumentParser(
+            description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="bench_prediction"
+        )
+        parser.add_argument("cases", nargs="*", help=f"of: {'; '.join(case.name for case in CASES)} (default: all)")
+        everything = run(parser.parse_args().cases)
         print(table(everything))
         print(summary(everything))
