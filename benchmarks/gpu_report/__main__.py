@@ -86,8 +86,19 @@ def main(arguments: list[str] | None = None) -> int:
                 _collect(part, report, options.device, out)
                 _write(report, out)
                 print(f"{name}: {_summary(report['rows'], name)}, {time.monotonic() - began:.0f} s", flush=True)
-    print(f"report: {out / 'gpu_report.md'}")
+    open_cells = _left(report["rows"], options)
+    print(
+        f"report: {out / 'gpu_report.md'}; "
+        + (f"{open_cells} cells are left for --resume" if open_cells else "no cell is left")
+    )
     return int(any(_is_failure(row) for row in report["rows"]))
+
+
+def _left(rows: list[dict[str, Any]], options: argparse.Namespace) -> int:
+    """Cells of the parts asked for that have not come to run."""
+    wanted = [name for name in parts.PARTS if options.only is None or name in options.only]
+    ran = {parts.key(row) for row in rows if row["status"] != "not run"}
+    return sum(parts.key(cell) not in ran for name in wanted for cell in parts.cells(name, options.device))
 
 
 def _is_failure(row: dict[str, Any]) -> bool:
@@ -179,14 +190,15 @@ def _worker(part: str, share: int, of: int, device: str, file: Path) -> list[str
 
 def _installed(out: Path, device: str, *, build: bool, seconds: float) -> tuple[dict[str, str], dict[str, str]]:
     """Environment of the workers, in which tpkernels is this checkout's; and what was found or done, in words."""
-    site = out / "site"
+    site, stamp, sources = out / "site", out / "site" / "sources", _sources("tpkernels", "csrc")
     base = {**os.environ}
-    attempts = [base, _with_path(base, site)] if site.exists() else [base]
+    built = stamp.exists() and stamp.read_text() == sources
+    attempts = [base, _with_path(base, site)] if built else [base]
     missing = [_missing(environment, device) for environment in attempts]
     if None in missing:
         return attempts[missing.index(None)], {"build": "nothing was missing"}
     said = f"missing: {missing[-1]}"
-    if build:
+    if build and not built:  # twice would be in vain
         print(f"build: {said}; its log is {out / 'build.log'}", flush=True)
         began = time.monotonic()
         shutil.rmtree(site, ignore_errors=True)
@@ -201,6 +213,7 @@ def _installed(out: Path, device: str, *, build: bool, seconds: float) -> tuple[
             except (OSError, subprocess.TimeoutExpired) as error:
                 status = type(error).__name__
         if status == 0:
+            stamp.write_text(sources)
             left = _missing(_with_path(base, site), device)
             said += f"; built it in {time.monotonic() - began:.0f} s"
             return _with_path(base, site), {"build": said + ("" if left is None else f", but still missing: {left}")}
@@ -251,7 +264,7 @@ def _nvcc() -> bool:
 
 def _load(out: Path) -> dict[str, Any]:
     """The report so far. What older sources gave is dropped with the workers' files: no table mixes two versions."""
-    file, sources = out / "gpu_report.json", _sources()
+    file, sources = out / "gpu_report.json", _sources("tpkernels", "csrc", "benchmarks/gpu_report")
     report = dict(json.loads(file.read_text())) if file.exists() else {}
     if report.get("sources") == sources:
         return report
@@ -263,10 +276,10 @@ def _load(out: Path) -> dict[str, Any]:
     return {"rows": [], "machines": {}, "build": {}, "sources": sources}
 
 
-def _sources() -> str:
-    """A digest of all that a row hangs on: kernels, their bindings, the report."""
+def _sources(*folders: str) -> str:
+    """A digest of the files in these folders of the checkout, without what is built from them."""
     digest = hashlib.sha256()
-    for folder in ("tpkernels", "csrc", "benchmarks/gpu_report"):
+    for folder in folders:
         for file in sorted((ROOT / folder).rglob("*")):
             if file.is_file() and file.suffix not in (".so", ".pyc"):
                 digest.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())

@@ -356,14 +356,16 @@ def test_a_killed_call_goes_on_from_the_workers_rows(tmp_path, monkeypatch, caps
         return [row["ms"] for row in rows if row["subject"] == SLICE and row["contender"] == "cpu"]
 
     assert command.main([*arguments, "--in-all", "1"]) == 0 and not file.exists()
-    assert "no time was left" in capsys.readouterr().out and milliseconds() == []
+    said = capsys.readouterr().out
+    assert "no time was left" in said and "20 cells are left" in said and milliseconds() == []
     row = Cell("slice-forward", SLICE, "cpu")._asdict()
     figures = {"ms": 123.0, "low_ms": 123.0, "high_ms": 123.0, "tflops": 1.0, "within_tolerance": True}
     parts.append(file, {**row, "status": "begun"})
     parts.append(file, {**row, "status": "ok", "text": "", **figures})
     assert command.main([*arguments, "--resume"]) == 0 and milliseconds() == [123.0]
-    assert "slice-forward: 12 refused, 4 ok, 4 error" in capsys.readouterr().out
-    monkeypatch.setattr(command, "_sources", lambda: "others")
+    said = capsys.readouterr().out
+    assert "slice-forward: 12 refused, 4 ok, 4 error" in said and "no cell is left" in said
+    monkeypatch.setattr(command, "_sources", lambda *folders: "others")
     assert command.main([*arguments, "--resume"]) == 0 and milliseconds() != [123.0]
     assert "the sources have changed" in capsys.readouterr().out
 
@@ -415,7 +417,17 @@ def test_a_build_that_fails_leaves_the_kernels_that_need_none(tmp_path, monkeypa
     assert environment["PYTHONPATH"].startswith(str(command.ROOT)) and "pip ended with 1" in said["build"]
 
 
-def test_without_the_cuda_kernels_the_others_are_the_installed_ones(tmp_path, monkeypatch):
+def test_what_was_built_from_these_sources_is_not_built_again(tmp_path, monkeypatch):
+    """No CUDA kernels where there is an nvcc: its folder is used all the same, and not built twice in vain."""
     monkeypatch.setattr(command, "_missing", lambda environment, device: command.CUDA_KERNELS)
+    monkeypatch.setattr(command.sys, "executable", "/bin/false")
+    stamp = tmp_path / "site" / "sources"
+    stamp.parent.mkdir()
+    stamp.write_text(command._sources("tpkernels", "csrc"))
+    settings = {"device": "cuda", "build": True, "seconds": 60}
+    environment, said = command._installed(tmp_path, **settings)
+    assert said == {"build": "missing: tpkernels._cuda"}
+    stamp.write_text("older sources")
+    assert "pip ended with 1" in command._installed(tmp_path, **settings)[1]["build"] and not stamp.exists()
     environment, said = command._installed(tmp_path, "cuda", build=False, seconds=60)
     assert environment == dict(command.os.environ) and said == {"build": "missing: tpkernels._cuda"}
