@@ -26,6 +26,7 @@ from terapipe.names import unknown
 from terapipe.world import ALONE, World, launched_world
 
 BAD_INPUT, FAILED, INTERRUPTED, CUT_OFF = 2, 1, 130, 141
+NEEDED = ("torch", "numpy", "tyro", "rich", "matplotlib")  # pyproject.toml's; an install with --no-deps leaves them out
 OUTPUTS = ("--json", "--plot", "--out", "--html", "--png", "--perfetto")  # options that name a file to write
 
 
@@ -45,6 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return CUT_OFF
     except SystemExit as stop:  # tyro and argparse: --help, or arguments they have already explained
         return stop.code if isinstance(stop.code, int) else FAILED
+    except ModuleNotFoundError as error:
+        if debug or error.name not in NEEDED:
+            raise
+        sys.stderr.write(
+            f"terapipe: {error.name} is not installed, and `{arguments[0]}` needs it: pip install {error.name}\n"
+        )
+        return FAILED
     except (ValueError, RuntimeError, OSError) as error:
         if debug:
             raise

@@ -91,6 +91,18 @@ def test_failed_work_is_status_1_and_debug_shows_where(
         cli.main(["env"])
 
 
+def test_a_package_that_an_install_left_out_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TPK_LOG", raising=False)
+    monkeypatch.setitem(cli.VERBS, "env", lambda arguments: __import__(arguments[0]))
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert cli.main(["env", "tyro"]) == 1
+    assert capsys.readouterr().err == "terapipe: tyro is not installed, and `env` needs it: pip install tyro\n"
+    with pytest.raises(ModuleNotFoundError):  # a mistake of ours
+        cli.main(["env", "terapipe.no_such_module"])
+
+
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
     for arguments in (["--help"], ["env", "--json", str(tmp_path / "env.json")]):
         command = [sys.executable, "-m", "terapipe", *arguments]
