@@ -32,6 +32,10 @@ def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
 
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
 class TritonBackend:
     """tpkernels.backends.Backend over the kernels of this package."""
 
@@ -45,7 +49,7 @@ class TritonBackend:
             import triton
             import triton.language as tl
 
-            version = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
+            version = _release(triton.__version__)
             interpreted_language = type(getattr(tl, "max", None)).__name__ == "InterpretedFunction"
         except Exception as error:  # a broken installation is a reason, whatever it raises
             return f"triton cannot be imported ({type(error).__name__}: {error})"
@@ -54,6 +58,10 @@ class TritonBackend:
         if _interpreted():
             if not interpreted_language:
                 return "TRITON_INTERPRET=1 was set after triton had been imported; set it before Python starts"
+            import numpy  # which it computes with, by conversions that numpy 2.4 refuses
+
+            if version == (3, 6) and _release(numpy.__version__) >= (2, 4):
+                return f"the interpreter of triton 3.6 needs numpy below 2.4, not {numpy.__version__}"
             return None
         if not torch.cuda.is_available():
             return "there is no CUDA device (TRITON_INTERPRET=1 runs it on CPU tensors, slowly)"

@@ -299,6 +299,11 @@ def test_what_the_backend_refuses(device, monkeypatch):
     assert "not on meta" in backend.refuses(call("meta"))
     if device == "cpu":
         assert "raw bits of bf16" in backend.refuses(call(dtype=torch.bfloat16))
+        for numpy, usable in (("2.3.5", True), ("2.4.0", False)):
+            monkeypatch.setattr("triton.__version__", "3.6.0")
+            monkeypatch.setattr("numpy.__version__", numpy)
+            assert (backend.unusable() is None) == usable
+        assert backend.unusable() == "the interpreter of triton 3.6 needs numpy below 2.4, not 2.4.0"
         monkeypatch.delenv("TRITON_INTERPRET")
         assert backend.refuses(call()).startswith("it runs on CUDA tensors")
         assert "no CUDA device" in backend.unusable()
