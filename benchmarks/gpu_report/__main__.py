@@ -289,14 +289,20 @@ def _sources(*folders: str) -> str:
 def _write(report: dict[str, Any], out: Path) -> None:
     """Both files, whole at any moment."""
     report["date"] = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    report["commit"] = done.stdout.strip() or "unknown"
+    report["commit"] = _commit() or f"unknown (sources {report['sources']})"
     for name, text in (("json", json.dumps(report, indent=1)), ("md", markdown.render(report))):
         part = out / f"gpu_report.{name}.part"
         part.write_text(text)
         part.replace(out / f"gpu_report.{name}")
+
+
+def _commit() -> str:
+    """Empty without git, or where the sources came without their history."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
 
 
 def _summary(rows: list[dict[str, Any]], part: str) -> str:

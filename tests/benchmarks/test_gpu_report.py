@@ -355,7 +355,10 @@ def test_a_killed_call_goes_on_from_the_workers_rows(tmp_path, monkeypatch, caps
         rows = json.loads((tmp_path / "gpu_report.json").read_text())["rows"]
         return [row["ms"] for row in rows if row["subject"] == SLICE and row["contender"] == "cpu"]
 
+    monkeypatch.setenv("PATH", "/nowhere")  # no git
     assert command.main([*arguments, "--in-all", "1"]) == 0 and not file.exists()
+    monkeypatch.undo()
+    assert "commit: unknown (sources " in (tmp_path / "gpu_report.md").read_text()
     said = capsys.readouterr().out
     assert "no time was left" in said and "20 cells are left" in said and milliseconds() == []
     row = Cell("slice-forward", SLICE, "cpu")._asdict()
