@@ -25,6 +25,7 @@ from torch import Tensor
 
 from tpkernels import backends
 from tpkernels.attention_ops import Settings, raw_mask
+from tpkernels.dtypes import DTYPE_CODES
 from tpkernels.fused_reference import NormValues
 from tpkernels.mask import Mask, RawMask
 from tpkernels.prefix_cache import PrefixCache
@@ -32,7 +33,7 @@ from tpkernels.slice_order import Slice, appended, claim, gone_back, place, star
 
 try:
     from tpkernels import _core
-    from tpkernels.cpu import DTYPE_CODES, mask_sizes, view
+    from tpkernels.cpu import mask_sizes, view
 except ImportError:  # not built
     _core = None  # type: ignore[assignment]
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from tpkernels import _core
 from tpkernels.backends import AttentionCall, RawSettings
+from tpkernels.dtypes import DTYPE_CODES
 from tpkernels.mask import RawMask
 
-DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_HEAD_DIM = 256
 
 

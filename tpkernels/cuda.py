@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from tpkernels.backends import AttentionCall, RawSettings
+from tpkernels.dtypes import DTYPE_CODES
 
-DTYPE_CODES = {torch.bfloat16: 1, torch.float16: 2}
+DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128)
 PROVEN: frozenset[int] = frozenset()  # compute capabilities (90 is 9.0); none yet
 
@@ -72,7 +73,7 @@ class CudaBackend(Extension):
         """Other devices, dtypes and head dims, GPUs before sm_80."""
         if call.device_type != self.device_type:
             return f"it runs on CUDA tensors, not on {call.device_type}"
-        if call.dtype not in DTYPE_CODES:
+        if call.dtype not in DTYPES:
             return f"it computes bf16 and fp16, not {str(call.dtype).removeprefix('torch.')}"
         if call.head_dim not in HEAD_DIMS or call.value_head_dim != call.head_dim:
             return f"head_dim {call.head_dim}/{call.value_head_dim} is neither 64 nor 128 for keys and values alike"

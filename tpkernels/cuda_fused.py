@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpkernels.cuda import DTYPE_CODES, Extension, Workspace, rows_of, view_of
+from tpkernels.cuda import DTYPES, Extension, Workspace, rows_of, view_of
+from tpkernels.dtypes import DTYPE_CODES
 from tpkernels.fused_reference import NormGradients, NormValues
 
 
@@ -144,7 +145,7 @@ class CudaFused(Extension):
         """The kernels' code of the one dtype of all tensors."""
         tensors: list[Any] = [first, *(other for other in others if other is not None)]
         dtypes, devices = {x.dtype for x in tensors}, {x.device for x in tensors}
-        if len(dtypes) > 1 or len(devices) > 1 or first.dtype not in DTYPE_CODES:
+        if len(dtypes) > 1 or len(devices) > 1 or first.dtype not in DTYPES:
             raise ValueError(
                 "cuda fused kernels: tensors must be of one dtype, bf16 or fp16, on one device, not "
                 f"{', '.join(sorted(f'{x.dtype} on {x.device}' for x in tensors))}"

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from tpkernels.cuda import Extension
+from tpkernels.dtypes import DTYPE_CODES
 from tpkernels.hand_off import Slot, target
 
-DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 PROVEN: frozenset[int] = frozenset()  # compute capabilities; none yet
 Launch = Callable[[], None]
 

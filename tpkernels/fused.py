@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tpkernels import fused_reference as formulas
+from tpkernels.dtypes import DTYPE_CODES
 from tpkernels.fused_reference import Activation, GatedGradients, NormGradients, NormValues
 
 try:
@@ -26,7 +27,6 @@ try:
 except ImportError:  # not built: plain torch computes, and `terapipe env` tells why the cpu backend is missing
     _core = None  # type: ignore[assignment]
 
-_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}
 _NONE = (0, 0)
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
@@ -101,7 +101,7 @@ def eager(*tensors: Tensor | None) -> bool:
 
 def _served(*tensors: Tensor | None) -> bool:
     first = tensors[0]
-    return first is not None and _core is not None and first.dtype in _DTYPE_CODES and eager(*tensors)
+    return first is not None and _core is not None and first.dtype in DTYPE_CODES and eager(*tensors)
 
 
 class _Norm(torch.autograd.Function):
@@ -341,7 +341,7 @@ def _check_alike(x: Tensor, *others: Tensor | None) -> None:
 
 def kernel_code(dtype: torch.dtype) -> int | None:
     """The kernels' code of the dtype; None where plain torch computes."""
-    return _DTYPE_CODES.get(dtype) if _core is not None else None
+    return DTYPE_CODES.get(dtype) if _core is not None else None
 
 
 def _code(x: Tensor) -> int | None:

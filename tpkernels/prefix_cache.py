@@ -162,9 +162,9 @@ class PrefixCache:
         kv_heads: int,
         head_dim: int,
         value_head_dim: int | None = None,
+        *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        *,
         accumulator: GradientAccumulator | None = None,
     ) -> None:
         value_head_dim = head_dim if value_head_dim is None else value_head_dim

@@ -90,7 +90,7 @@ def cells(part: str, device: str) -> list[Cell]:
         return [Cell(part, str(path.relative_to(ROOT)), "pytest") for path in files]
     if part == "cases":
         names = _case_names() if device == "cuda" else _case_names()[:3]
-        # Contenders outermost: workers take every so manieth cell, and each gets its share of those that compile.
+        # Contenders outermost: each worker takes every n-th cell, and so its share of those that compile.
         return [Cell(part, f"{name} {dtype}", who) for who in ours for dtype in DTYPES for name in names]
     contenders = [*ours, *(f"{name} deterministic" for name in ours)]
     contenders += ["FlexAttention"] if part.startswith("flex") else RIVALS

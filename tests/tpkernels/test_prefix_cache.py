@@ -95,7 +95,7 @@ def test_an_accumulator_that_does_not_fit_is_refused():
 
 
 def test_bytes_are_counted_apart():
-    cache = PrefixCache(2, 12, 2, 4, 3, torch.bfloat16)
+    cache = PrefixCache(2, 12, 2, 4, 3, dtype=torch.bfloat16)
     assert cache.nbytes == 2 * 12 * 2 * (4 + 3) * 2
     assert cache.require_accumulator().nbytes == 2 * 12 * 2 * (4 + 3) * 4
     assert "length=0" in repr(cache)

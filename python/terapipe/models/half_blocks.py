@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -99,12 +99,12 @@ def add_linear(residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
 
 
 def mlp(hidden: Tensor, norm: Norm, gate: Linear | None, up: Linear, down: Linear, *, out: Out | None = None) -> Tensor:
-    """hidden + down(silu(gate(norm)) * up(norm)) of its norm; without gate hidden + down(gelu_tanh(up(norm))).
+    """hidden + down(silu(gate(n)) * up(n)) with n = norm(hidden); without a gate hidden + down(gelu_tanh(up(n))).
 
     out: adds the two summands [batch, tokens, hidden] in memory of its own, without a gradient, that nothing saves."""
     parameters = parameters_of(hidden, norm, *([] if gate is None else [gate]), up, down)
     if parameters is not None:
-        result: Tensor = _Mlp.run(hidden, (norm.eps, norm.rms, out), *parameters)
+        result: Tensor = _Mlp.run(hidden, _MlpSettings(norm.eps, norm.rms, out), *parameters)
         return result
     normed = norm(hidden)
     return hidden + down(fused.gelu_tanh(up(normed)) if gate is None else fused.swiglu(gate(normed), up(normed)))
@@ -220,28 +220,34 @@ class _AddLinear(Piece):
         return (dout if needs[0] else None, of_x, *_parameter_gradients(rows, x, weight, needs[2:]))
 
 
+class _MlpSettings(NamedTuple):
+    eps: float
+    rms: bool
+    out: Out | None
+
+
 class _Mlp(Piece):
-    """(hidden, (eps, rms), weight and bias of the norm, of gate, if there is one, of up and of down)."""
+    """(hidden, settings, weight and bias of the norm, of gate, if there is one, of up and of down)."""
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
-        settings: tuple[float, bool, Out | None],
+        settings: _MlpSettings,
         norm_weight: Tensor,
         norm_bias: Tensor | None,
         *parameters: Tensor | None,
     ) -> Tensor:
         x = as_rows(hidden)
-        values = fused.norm_forward(x, norm_weight, norm_bias, eps=settings[0], rms=settings[1])
+        values = fused.norm_forward(x, norm_weight, norm_bias, eps=settings.eps, rms=settings.rms)
         *into, (down, down_bias) = _pairs(parameters)
         inner = [_linear(values.out, weight, bias) for weight, bias in into]
         gate, up = _gate_and_up(inner)
         active = fused.gated_forward(gate, up, activation=_activation(up))
         ctx.save_for_backward(x, values.out, values.mean, values.rstd, norm_weight, norm_bias, *inner, *parameters)
         ctx.linears = len(into)
-        if settings[2] is not None:
-            return settings[2](_linear(active, down, down_bias).view(hidden.shape), hidden)
+        if settings.out is not None:
+            return settings.out(_linear(active, down, down_bias).view(hidden.shape), hidden)
         return _add_linear(x, active, down, down_bias).view(hidden.shape)
 
     @staticmethod

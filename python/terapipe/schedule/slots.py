@@ -58,7 +58,7 @@ class SlotAssignment:
         return self._uses[transfer][0]
 
     def use(self, transfer: Transfer) -> int:
-        """The how-manieth use of its slot in this step `transfer` is, from 1 (a link's epoch counts these)."""
+        """Which use of its slot within this step `transfer` is, counted from 1, as a link's epochs are."""
         return self._uses[transfer][1]
 
     @cached_property

@@ -237,7 +237,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=1)
     parser.add_argument("--together", type=int, default=len(os.sched_getaffinity(0)))
     for fault in FAULTS:
-        parser.add_argument(f"--{fault}", type=int, default=0, help="at every so-manieth moment; 0: not at all")
+        parser.add_argument(f"--{fault}", type=int, default=0, help="at every n-th moment; 0: at none")
     parser.add_argument("--read", action="store_true", help="sum up outcomes from standard input instead")
     chosen = vars(parser.parse_args())
     if chosen["read"]:
