@@ -1,14 +1,17 @@
 """The fused row-wise ops by the kernels of tpkernels._cuda, bf16 and fp16: norms with the addition, cache append.
 
 The functions of fused.py that touch the residual stream, with the same meaning and arguments, and `cache_append`, which
-writes a slice into a prefix cache and turns q and k by RoPE on the way. No autograd. Nothing calls them on its own yet:
-they have not run on a GPU. Rows must start on 16 bytes, dims be multiples of 8; other calls raise.
+writes a slice into a prefix cache and turns q and k by RoPE on the way. No autograd. They have not run on a GPU yet:
+`tpkernels.fused` takes the norms where TPK_BACKEND=cuda asks for these kernels (`norms_for`), and nothing calls
+`cache_append` on its own. Rows must start on 16 bytes, dims be multiples of 8; other calls raise.
 
 The one trap: as in cuda.py, a tensor made for a call must live until the call has been queued.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 from typing import Any
 
 import torch
@@ -17,6 +20,41 @@ from torch import Tensor
 from tpkernels.cuda import DTYPES, Extension, Workspace, rows_of, view_of
 from tpkernels.dtypes import DTYPE_CODES
 from tpkernels.fused_reference import NormGradients, NormValues
+
+DEVICE_TYPE = "cuda"  # tests: "cpu", where the emulator runs
+MOST_CHANNELS = 16384  # of a norm; csrc/cuda/fused_launch.cuh
+
+
+def norms_for(*rows: Tensor | None) -> CudaFused | None:
+    """The kernels, where they are asked for and serve norms of these rows [rows, channels]; None elsewhere."""
+    for x in rows:
+        if x is not None and not (x.device.type == DEVICE_TYPE and x.dtype in DTYPES and _aligned(x)):
+            return None
+    return asked_for(os.environ.get("TPK_BACKEND"))
+
+
+@functools.cache
+def asked_for(requested: str | None) -> CudaFused | None:
+    """The kernels if `requested`, a backend, is theirs and they are built."""
+    if requested != "cuda":
+        return None
+    kernels = CudaFused()
+    try:
+        kernels.module  # noqa: B018 (imports it)
+    except ImportError:
+        return None
+    return kernels
+
+
+def _aligned(x: Tensor) -> bool:
+    """Rows of whole 16-byte pieces that start on 16 bytes."""
+    pieces = 16 // x.itemsize
+    return (
+        x.shape[-1] % pieces == 0
+        and x.shape[-1] <= MOST_CHANNELS
+        and not x.data_ptr() % 16
+        and not x.stride(0) % pieces
+    )
 
 
 class CudaFused(Extension):

@@ -1,7 +1,8 @@
 """Fused ops of a transformer block: norms with the residual's addition, rotary positions, SwiGLU and GELU.
 
 `norm`, `add_norm`, `rotary`, `swiglu`, `gelu_tanh` are differentiable. In fp32, bf16 and fp16 on a CPU each is one pass
-of a C++ kernel (csrc/cpu/fused*); under torch.compile or autocast, in fp64 and on other devices each is plain torch.
+of a C++ kernel (csrc/cpu/fused*), and on a GPU the norms are CUDA kernels by request (cuda_fused.py); under
+torch.compile or autocast, in fp64 and elsewhere each is plain torch.
 The rest are the kernels themselves, for autograd.Functions of larger pieces: rows in, rows out, no autograd; `out=` may
 be any rows of contiguous elements, also an input's. A row's result never depends on the rows beside it.
 
@@ -18,7 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tpkernels import cuda_fused
 from tpkernels import fused_reference as formulas
+from tpkernels.cuda_fused import norms_for
 from tpkernels.dtypes import DTYPE_CODES
 from tpkernels.fused_reference import Activation, GatedGradients, NormGradients, NormValues
 
@@ -38,7 +41,7 @@ _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, rms: bool) -> Tensor:
     """RMSNorm (rms=True) or LayerNorm of x [..., columns] over the last dimension, times weight [columns], plus bias
     [columns]: [..., columns] in x's dtype. Statistics in fp32 at least; eps is added to the mean square or variance."""
-    if _served(x, weight, bias):
+    if _served(x, weight, bias) or _served_by_cuda(x, weight, bias):
         out: Tensor = _Norm.apply(x, None, weight, bias, eps, rms)[1]
         return out
     if rms:
@@ -50,7 +53,7 @@ def add_norm(
     x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, rms: bool
 ) -> tuple[Tensor, Tensor]:
     """total = x + delta, both [..., columns], and the norm of total, as `norm` gives it."""
-    if _served(x, delta, weight, bias):
+    if _served(x, delta, weight, bias) or _served_by_cuda(x, delta, weight, bias):
         total, out = _Norm.apply(x, delta, weight, bias, eps, rms)
         return total, out
     total = x + delta
@@ -87,8 +90,13 @@ def eager(*tensors: Tensor | None) -> bool:
     """Whether an autograd.Function over plain rows may replace a chain of torch ops here: nothing traces, no autocast,
     no tensor subclass, one dtype, CPU."""
     first = tensors[0]
+    return first is not None and first.is_cpu and _plain(*tensors)
+
+
+def _plain(*tensors: Tensor | None) -> bool:
+    first = tensors[0]
     assert first is not None
-    if torch.compiler.is_compiling() or not first.is_cpu or torch.is_autocast_enabled("cpu"):
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(first.device.type):
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return False
@@ -102,6 +110,10 @@ def eager(*tensors: Tensor | None) -> bool:
 def _served(*tensors: Tensor | None) -> bool:
     first = tensors[0]
     return first is not None and _core is not None and first.dtype in DTYPE_CODES and eager(*tensors)
+
+
+def _served_by_cuda(x: Tensor, *others: Tensor | None) -> bool:
+    return x.device.type == cuda_fused.DEVICE_TYPE and _plain(x, *others) and norms_for(as_rows(x)) is not None
 
 
 class _Norm(torch.autograd.Function):
@@ -185,6 +197,8 @@ def norm_forward(
     out: Tensor | None = None,
 ) -> NormValues:
     """norm(x + delta) * weight + bias of rows x, delta; written to `total` and `out` where they are given."""
+    if (kernels := norms_for(x, delta, total, out)) is not None:
+        return kernels.norm_forward(x, weight, bias, eps=eps, rms=rms, delta=delta, total=total, out=out)
     code = _code(x)
     if code is None:
         values = formulas.norm_forward(x, weight, bias, eps=eps, rms=rms, delta=delta)
@@ -233,6 +247,9 @@ def norm_backward(
     """Gradients of norm_forward; x is its `total`, dx may be dout.
 
     dweight and dbias, where given, are added to: [columns], fp32 (fp64 for fp64), contiguous."""
+    if (kernels := norms_for(x, dout, dresidual, dx)) is not None:
+        sums = {"dweight": dweight, "dbias": dbias}
+        return kernels.norm_backward(dout, x, weight, mean, rstd, dresidual=dresidual, dx=dx, **sums)
     code = _code(x)
     if code is None:
         found = formulas.norm_backward(dout, x, weight, mean, rstd, dresidual=dresidual)

@@ -3,11 +3,13 @@ bit; nothing for the emulator's watch to report; no neighbour changes a row."""
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 
+from tpkernels import cuda_fused, fused, testing
 from tpkernels import fused_reference as formulas
-from tpkernels import testing
 from tpkernels.cuda_fused import CudaFused
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -195,3 +197,58 @@ def test_what_the_kernels_do_not_serve_is_refused_with_values(ops):
         ops.cache_append(k, k, cache, cache, start=4)
     with pytest.raises(ValueError, match="q, q_out and turns go together"):
         ops.cache_append(k, k, cache, cache, start=0, q=k, q_out=k)
+
+
+@pytest.fixture
+def asked(monkeypatch, ops):
+    """The emulator's kernels in place of those that TPK_BACKEND=cuda asks for; names of the calls they get."""
+    calls = []
+    for name in ("norm_forward", "norm_backward"):
+        own = getattr(ops, name)
+        monkeypatch.setattr(ops, name, lambda *a, own=own, name=name, **o: (calls.append(name), own(*a, **o))[1])
+    monkeypatch.setattr(cuda_fused, "DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(cuda_fused, "asked_for", lambda requested: ops if requested == "cuda" else None)
+    monkeypatch.setenv("TPK_BACKEND", "cuda")
+    return calls
+
+
+@pytest.mark.parametrize("rms", [True, False], ids=["rms", "layer"])
+def test_norms_of_a_model_run_on_them_where_they_are_asked_for(rms, asked, monkeypatch):
+    draw = torch.Generator().manual_seed(1)
+    given = [torch.randn(2, 5, 24, generator=draw).to(BF16) for _ in range(2)]
+    weight = torch.randn(24, generator=draw).to(BF16)
+    bias = None if rms else torch.randn(24, generator=draw).to(BF16)
+
+    def run(dtype):
+        x, delta, w, b = (None if t is None else t.to(dtype).clone().requires_grad_() for t in (*given, weight, bias))
+        total, out = fused.add_norm(x, delta, w, b, eps=EPS, rms=rms)
+        (fused.norm(out, w, b, eps=EPS, rms=rms) + total).square().sum().backward()
+        return [out.detach(), *(t.grad for t in (x, delta, w, b) if t is not None)]
+
+    found = run(BF16)
+    assert asked == ["norm_forward"] * 2 + ["norm_backward"] * 2
+    exact = run(torch.float64)
+    monkeypatch.delenv("TPK_BACKEND")
+    same = run(BF16)
+    assert len(asked) == 4
+    for actual, wide, narrow in zip(found, exact, same, strict=True):
+        close(actual, wide, narrow, BF16, 3)
+
+
+def test_rows_that_they_cannot_take_go_elsewhere(asked):
+    weight = torch.ones(24, dtype=BF16)
+    shifted = torch.randn(4, 25).to(BF16)[:, 1:]
+    for x in (torch.randn(4, 20).to(BF16), torch.randn(4, 24), shifted, torch.randn(1, 16392).to(BF16)):
+        fused.norm_forward(x, torch.ones(x.shape[1], dtype=x.dtype), None, eps=EPS, rms=True)
+    fine = torch.randn(4, 24).to(BF16)
+    assert not asked and fused.norm_forward(fine, weight, None, eps=EPS, rms=True).out.shape == fine.shape
+    assert asked == ["norm_forward"]
+    rstd = fused.norm_forward(fine, weight, None, eps=EPS, rms=True).rstd
+    fused.norm_backward(shifted, fine, weight, None, rstd)
+    assert "norm_backward" not in asked
+
+
+def test_without_the_extension_or_the_wish_there_are_none():
+    assert cuda_fused.asked_for(None) is None and cuda_fused.asked_for("triton") is None
+    built = importlib.util.find_spec("tpkernels._cuda") is not None
+    assert (cuda_fused.asked_for("cuda") is not None) == built
