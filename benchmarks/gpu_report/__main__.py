@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -61,8 +62,11 @@ def main(arguments: list[str] | None = None) -> int:
         part, file, share, of = options.worker
         todo = parts.cells(part, options.device)[int(share) :: int(of)]
         return parts.work(todo, options.device, Path(file))
-    if options.device == "cuda" and not _has_gpu():
-        print("gpu_report: torch sees no CUDA device here; --device cpu tests the report itself", file=sys.stderr)
+    reason = _no_gpu() if options.device == "cuda" else None
+    if reason is not None:
+        print(
+            f"gpu_report: torch sees no CUDA device here{reason}; --device cpu tests the report itself", file=sys.stderr
+        )
         return 2
     end = time.monotonic() + options.in_all
     out: Path = options.out.resolve()
@@ -74,6 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
         out, options.device, build=build, seconds=min(BUILD_SECONDS, options.in_all)
     )
     print("; ".join(report["build"].values()), flush=True)
+    broken = False
     for name, part in parts.PARTS.items():
         if options.only is None or name in options.only:
             began = time.monotonic()
@@ -82,6 +87,9 @@ def main(arguments: list[str] | None = None) -> int:
                 continue
             try:
                 _run(part, report["rows"], out, environment, options, deadline=min(began + options.seconds, end))
+            except Exception:  # of the report itself; the other parts are no worse for it
+                traceback.print_exc()
+                broken = True
             finally:  # also when a signal ends it
                 _collect(part, report, options.device, out)
                 _write(report, out)
@@ -91,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"report: {out / 'gpu_report.md'}; "
         + (f"{open_cells} cells are left for --resume" if open_cells else "no cell is left")
     )
-    return int(any(_is_failure(row) for row in report["rows"]))
+    return int(broken or any(_is_failure(row) for row in report["rows"]))
 
 
 def _left(rows: list[dict[str, Any]], options: argparse.Namespace) -> int:
@@ -111,10 +119,12 @@ def _stop(signum: int, frame: object) -> NoReturn:
     raise SystemExit(128 + signum)
 
 
-def _has_gpu() -> bool:
-    """Asked of a process of its own: the supervisor must not hold a CUDA context."""
+def _no_gpu() -> str | None:
+    """What torch says of it. Asked of a process of its own: the supervisor must not hold a CUDA context."""
     command = [sys.executable, "-c", "import torch, sys; sys.exit(not torch.cuda.is_available())"]
-    return subprocess.run(command, check=False, capture_output=True).returncode == 0
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    said = " ".join(done.stderr.split())[-300:]
+    return None if done.returncode == 0 else f" ({said})" if said else ""
 
 
 def _run(

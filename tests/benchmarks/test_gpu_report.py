@@ -395,8 +395,26 @@ def test_a_test_file_is_one_cell(tmp_path):
 
 
 def test_without_a_gpu_it_says_so(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command, "_has_gpu", lambda: False)
+    if torch.cuda.is_available():
+        monkeypatch.setattr(command, "_no_gpu", lambda: "")
     assert command.main(["--out", str(tmp_path)]) == 2 and "--device cpu" in capsys.readouterr().err
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: no such file')")
+    assert command.main(["--out", str(tmp_path)]) == 2 and "libcudart.so.13" in capsys.readouterr().err
+
+
+def test_a_part_that_fails_costs_no_other_its_rows(tmp_path, capsys, monkeypatch):
+    def supervisor(worker, cells, **settings):
+        if cells[0].part == "ceilings":
+            raise OSError("no more processes")
+        for cell in cells:
+            parts.append(settings["file"], {**cell._asdict(), "status": "refused", "text": ""})
+
+    monkeypatch.setattr(supervise, "supervise", supervisor)
+    arguments = ["--device", "cpu", "--out", str(tmp_path), "--only", "ceilings", "flex-forward", "--no-build"]
+    assert command.main(arguments) == 1
+    rows = json.loads((tmp_path / "gpu_report.json").read_text())["rows"]
+    assert {row["part"] for row in rows} == {"flex-forward"} and "no more processes" in capsys.readouterr().err
 
 
 def test_another_version_that_is_installed_is_not_measured(tmp_path):
