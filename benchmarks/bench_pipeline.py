@@ -4,7 +4,7 @@ All variants share the layers, their first weights and the batch of `SEQUENCES` 
 reduction are timed, without an optimizer. torch's schedules get whole sequences as microbatches (they know no slices)
 and the same layers, so that the rows differ in the schedule and in the links: torch's and "dist" go over gloo, the rest
 through shared memory. Every variant's loss is checked against the first one's before timing, and steps are interleaved
-(`terapipe.train.step_times`).
+(`terapipe.timing.step_times`).
 
 Run by `terapipe bench pipeline`; it starts its two workers itself, one thread each.
 """
@@ -102,8 +102,8 @@ def _work() -> list[Row]:
 
     from terapipe.engine import launch
     from terapipe.models import PRESETS, layers
+    from terapipe.timing.step_times import measure
     from terapipe.train.data import Synthetic
-    from terapipe.train.step_times import measure
 
     world = launch.initialize()
     config = PRESETS["quickstart"]()

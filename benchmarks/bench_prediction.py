@@ -2,7 +2,7 @@
 
 A case is a model and a sequence length. In one launch the profiler and all variants (numbers of slices, uneven ones,
 the planner's own pick) take turns for a few rounds, so that profile and steps see the same machine, whose speed drifts
-by several per cent within minutes. A turn that others disturbed (`terapipe.train.foreign_load`) is repeated. The
+by several per cent within minutes. A turn that others disturbed (`terapipe.timing.foreign_load`) is repeated. The
 prediction is then made from the profile alone; nothing in it comes from the steps.
 
 Cases of kind "sleep" have stages that do nothing but sleep what a model of costs says, one process a stage: cores do
@@ -370,8 +370,8 @@ def _measure(
     steps: Mapping[str, Callable[[], Any]], seconds: dict[str, list[float]], loads: dict[str, list[float]], *, turn: int
 ) -> None:
     """A turn of every variant; the first step of a turn does not count."""
-    from terapipe.train.foreign_load import LIMIT, foreign_cores, sample
-    from terapipe.train.step_times import barrier
+    from terapipe.timing.foreign_load import LIMIT, foreign_cores, sample
+    from terapipe.timing.step_times import barrier
 
     for name, step in steps.items():
         for _ in range(REPEATS):

@@ -21,9 +21,9 @@ from terapipe.planner.costs import LinkModel, Overheads
 from terapipe.profile.links import measure_links
 from terapipe.profile.stages import Bench
 from terapipe.schedule import LinkCost, make_plan, simulate
+from terapipe.timing.step_times import barrier
 from terapipe.train.config import OptimizerSettings
 from terapipe.train.optimizer import Optimizer
-from terapipe.train.step_times import barrier
 from tpkernels import Mask
 
 REPEATS = 12

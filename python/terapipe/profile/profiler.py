@@ -25,8 +25,8 @@ from terapipe.planner.pass_costs import CurveCost
 from terapipe.profile.host import measure_overheads
 from terapipe.profile.links import measure_links
 from terapipe.profile.stages import Bench, Samples
+from terapipe.timing.foreign_load import disturbance, foreign_cores, sample
 from terapipe.train.config import OptimizerSettings
-from terapipe.train.foreign_load import disturbance, foreign_cores, sample
 from terapipe.world import ALONE, launched_world
 
 HELD_OUT = 4  # every so many points are left out of a fit and predicted, to know its error

@@ -25,7 +25,7 @@ from terapipe.models import layers
 from terapipe.models.config import EMBEDDING, HEAD, ModelConfig
 from terapipe.models.linear import IN_PLACE
 from terapipe.planner.costs import BLOCK
-from terapipe.train.step_times import barrier
+from terapipe.timing.step_times import barrier
 from tpkernels import Mask
 from tpkernels.prefix_cache import LENGTH
 

@@ -21,10 +21,10 @@ from terapipe.engine import Pipeline
 from terapipe.engine.launch import World
 from terapipe.models import layers, tied_parameters
 from terapipe.schedule.trace import TraceEvent, span
+from terapipe.timing.step_times import StepTime, measure
 from terapipe.train.config import TrainConfig
 from terapipe.train.data import open_source
 from terapipe.train.optimizer import Optimizer
-from terapipe.train.step_times import StepTime, measure
 
 SINGLE, THREADS, PIPELINE, SLICED = "single", "single_two_threads", "pipeline", "sliced"
 TIMELINES = 5

@@ -28,12 +28,12 @@ from terapipe import files
 from terapipe.engine import Pipeline, StepResult, launch
 from terapipe.engine.batch import NO_TARGET
 from terapipe.models import layers, tied_parameters
+from terapipe.timing.foreign_load import LEAST_S, Sample, disturbance, foreign_cores, sample
 from terapipe.train import checkpoint
 from terapipe.train.checkpoint_folder import find_after, set_aside_after
 from terapipe.train.config import TrainConfig
 from terapipe.train.config_file import to_toml
 from terapipe.train.data import Source, open_source
-from terapipe.train.foreign_load import LEAST_S, Sample, disturbance, foreign_cores, sample
 from terapipe.train.memory_needs import check_memory
 from terapipe.train.metrics import MetricsFile, Progress, StepMetrics, ValidationMetrics, keep_earlier
 from terapipe.train.optimizer import Optimizer

@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 
-from terapipe.train import foreign_load
+from terapipe.timing import foreign_load
+from terapipe.timing.foreign_load import Sample, disturbance, foreign_cores, sample
 from terapipe.train.config import ParallelSettings, TrainConfig
-from terapipe.train.foreign_load import Sample, disturbance, foreign_cores, sample
 from terapipe.train.trainer import Trainer
 from terapipe.world import ALONE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 
-from terapipe.train.step_times import LEAST_ROUNDS, STEPS_A_TURN, measure
+from terapipe.timing.step_times import LEAST_ROUNDS, STEPS_A_TURN, measure
 
 COUNTED = STEPS_A_TURN - 1
 
