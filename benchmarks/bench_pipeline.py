@@ -3,8 +3,8 @@
 All variants share the layers, their first weights and the batch of `SEQUENCES` sequences; forward, backward and
 reduction are timed, without an optimizer. torch's schedules get whole sequences as microbatches (they know no slices)
 and the same layers, so that the rows differ in the schedule and in the links: torch's and "dist" go over gloo, the rest
-through shared memory. Every variant's loss is checked against the first one's before timing, and steps are interleaved
-(`terapipe.timing.step_times`).
+through shared memory. Every variant's loss is checked against the first one's of its dtype before timing, and steps are
+interleaved (`terapipe.timing.step_times`).
 
 Run by `terapipe bench pipeline`; it starts its two workers itself, one thread each.
 """
@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from terapipe.engine import Batch
 
 RANKS, TOKENS, ROUNDS = 2, 2048, 7
 SEQUENCES = (1, 4)
-LOSS_TOLERANCE = 1e-5
+LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3}  # relative
 
 Row = dict[str, Any]
 
@@ -40,11 +42,18 @@ class Variant:
     slices: int
     warmup_per_hop: int = 1
     links: str = "auto"
+    dtype: str = "fp32"
 
     def __str__(self) -> str:
         ahead = f", warm-up {self.warmup_per_hop}" if self.warmup_per_hop > 1 else ""
         links = "" if self.links == "auto" else f", {self.links} links"
-        return f"{self.peer} {self.schedule}, {self.sequences} x {self.slices} slices{ahead}{links}"
+        dtype = "" if self.dtype == "fp32" else f", {self.dtype}"
+        return f"{self.peer} {self.schedule}, {self.sequences} x {self.slices} slices{ahead}{links}{dtype}"
+
+    @property
+    def comparable(self) -> tuple[int, str]:
+        """Same for variants that compute the same loss."""
+        return self.sequences, self.dtype
 
 
 VARIANTS = (
@@ -52,6 +61,9 @@ VARIANTS = (
     Variant("terapipe", "gpipe", 1, 1),
     *(Variant("terapipe", "terapipe", 1, slices) for slices in (2, 4, 8, 16)),
     Variant("terapipe", "terapipe", 1, 8, links="dist"),
+    Variant("torch", "GPipe", 1, 1, dtype="bf16"),
+    Variant("terapipe", "gpipe", 1, 1, dtype="bf16"),
+    *(Variant("terapipe", "terapipe", 1, slices, dtype="bf16") for slices in (4, 8)),
     Variant("torch", "GPipe", 4, 1),
     Variant("torch", "1F1B", 4, 1),
     Variant("terapipe", "one_f_one_b", 4, 1),
@@ -62,8 +74,8 @@ VARIANTS = (
 
 
 def run() -> list[Row]:
-    """Rows with times in milliseconds; `speedup` over torch's GPipe with as many sequences. Empty on ranks but the
-    first."""
+    """Rows with times in milliseconds; `speedup` over torch's GPipe with as many sequences in the same dtype. Empty on
+    ranks but the first."""
     if "RANK" in os.environ:
         return _work()
     from terapipe.engine import launch
@@ -112,14 +124,16 @@ def _work() -> list[Row]:
         steps: dict[str, Callable[[], float]] = {}
         for variant in VARIANTS:
             make = _terapipe_step if variant.peer == "terapipe" else _torch_step
-            job = Job(variant, layers(config, seed=0), config.hidden, batches[variant.sequences], world.rank, cleanup)
+            dtype = torch.float32 if variant.dtype == "fp32" else torch.bfloat16
+            given = layers(config, seed=0, dtype=dtype)
+            job = Job(variant, given, config.hidden, dtype, batches[variant.sequences], world.rank, cleanup)
             steps[str(variant)] = make(job)
         _check_losses({variant: steps[str(variant)]() for variant in VARIANTS})
         times = measure(steps, rounds=ROUNDS)
     launch.shutdown()
     if world.rank != 0:
         return []
-    baseline = {v.sequences: times[str(v)].median_s for v in VARIANTS if v.peer == "torch" and v.schedule == "GPipe"}
+    baseline = {v.comparable: times[str(v)].median_s for v in VARIANTS if v.peer == "torch" and v.schedule == "GPipe"}
     return [
         {
             "variant": str(variant),
@@ -128,7 +142,7 @@ def _work() -> list[Row]:
             "low_ms": time.quarter_s * 1e3,
             "high_ms": time.three_quarters_s * 1e3,
             "tokens_per_s": variant.sequences * TOKENS / time.median_s,
-            "speedup": baseline[variant.sequences] / time.median_s,
+            "speedup": baseline[variant.comparable] / time.median_s,
             "threads": torch.get_num_threads(),
         }
         for variant in VARIANTS
@@ -144,6 +158,7 @@ class Job:
     variant: Variant
     layers: Mapping[str, Callable[[], Any]]
     hidden: int
+    dtype: torch.dtype
     batch: Batch
     rank: int
     cleanup: contextlib.ExitStack
@@ -162,7 +177,7 @@ def _terapipe_step(job: Job) -> Callable[[], float]:
         schedule=job.variant.schedule,
         warmup_per_hop=job.variant.warmup_per_hop,
     )
-    pipeline = Pipeline(job.layers, plan, hidden_size=job.hidden, links=job.variant.links)
+    pipeline = Pipeline(job.layers, plan, hidden_size=job.hidden, dtype=job.dtype, links=job.variant.links)
     job.cleanup.callback(pipeline.close)
     return lambda: pipeline.step(job.batch).loss
 
@@ -217,8 +232,8 @@ def _torch_step(job: Job) -> Callable[[], float]:
 
 
 def _check_losses(losses: Mapping[Variant, float]) -> None:
-    for sequences in SEQUENCES:
-        found = {str(variant): loss for variant, loss in losses.items() if variant.sequences == sequences}
-        expected = next(iter(found.values()))
-        if not all(abs(loss - expected) <= LOSS_TOLERANCE * expected for loss in found.values()):
+    for comparable in {variant.comparable for variant in losses}:
+        found = {str(variant): loss for variant, loss in losses.items() if variant.comparable == comparable}
+        expected, (_, dtype) = next(iter(found.values())), comparable
+        if not all(abs(loss - expected) <= LOSS_TOLERANCE[dtype] * expected for loss in found.values()):
             raise RuntimeError(f"the variants disagree about the loss, so timing them is pointless: {found}")
