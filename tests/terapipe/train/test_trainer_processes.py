@@ -5,6 +5,7 @@ Every process has a time-out of its own, and every test ends by looking for proc
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
@@ -108,9 +109,12 @@ def test_a_killed_process_takes_all_others_along(victim: str, environment: dict[
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the workers through /proc (Linux)")
 def test_an_interrupt_stops_every_process(environment: dict[str, str], tmp_path: Path) -> None:
     command = train("--steps", "1000000", "--local-ranks", "2", "--run-dir", str(tmp_path / "run"))
+    # A test run in the background has SIGINT ignored, and would hand that on.
+    interruptible = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as parent:
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=interruptible,
+    ) as parent:  # fmt: skip
         wait_for(lambda: len(losses(tmp_path / "run")) > 3)
         os.killpg(parent.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
         _, errors = parent.communicate(timeout=40)
