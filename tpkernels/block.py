@@ -68,8 +68,8 @@ def _parameter_sizes(shape: BlockShape) -> tuple[torch.Size, ...]:
 
 def fits(shape: BlockShape, x: Tensor, parameters: Sequence[Tensor | None], cache: PrefixCache) -> bool:
     """Whether an address says all about each of these: x [batch, tokens, hidden] and parameters, as MODULES says, are
-    plain, of one dtype, on the CPU, contiguous and of the shape's sizes; the cache's k and v are, but for their
-    strides."""
+    plain, of one dtype, on the CPU, contiguous and of the shape's sizes; the cache's k and v are, but that their rows
+    [head_dim] may lie anywhere."""
     dtype = x.dtype
     if x.dim() != 3 or x.shape[2] != shape.hidden or (parameters[GATE] is not None) != shape.gated:
         return False
@@ -82,7 +82,12 @@ def fits(shape: BlockShape, x: Tensor, parameters: Sequence[Tensor | None], cach
         elif parameter.shape != size or not _plain(parameter, dtype):
             return False
     rows = (x.shape[0], cache.capacity, shape.kv_heads, shape.head_dim)
-    return all(each.shape == rows and each.dtype == dtype and each.is_cpu for each in (cache.k, cache.v))
+    for each in (cache.k, cache.v):
+        if each.shape != rows or each.dtype != dtype or not each.is_cpu:
+            return False
+        if each.stride(3) != 1 and shape.head_dim > 1:
+            return False
+    return True
 
 
 def _plain(x: Tensor, dtype: torch.dtype) -> bool:
@@ -109,11 +114,14 @@ def served(shape: BlockShape, dtype: torch.dtype, mask: Mask) -> bool:
     """Whether blocks of this shape run here: the extension is built, torch has a BLAS for the dtype, attention's
     backend is `cpu`."""
     documents = mask.document_starts is not None
-    return _served(shape, dtype, mask.window != (None, None), documents, os.environ.get("TPK_BACKEND"))
+    backend, isa = os.environ.get("TPK_BACKEND"), os.environ.get("TPK_CPU_ISA")
+    return _served(shape, dtype, mask.window != (None, None), documents, backend, isa)
 
 
 @functools.cache
-def _served(shape: BlockShape, dtype: torch.dtype, window: bool, documents: bool, requested: str | None) -> bool:
+def _served(
+    shape: BlockShape, dtype: torch.dtype, window: bool, documents: bool, requested: str | None, _isa: str | None
+) -> bool:
     if _core is None or not _gemm(dtype) or shape.head_dim > 256 or shape.query_heads % shape.kv_heads:
         return False
     if dtype == torch.bfloat16 and _core.isa_level() != "amx_bf16":
@@ -216,17 +224,28 @@ def block_backward(
 ) -> None:
     """dout [batch, tokens, hidden] -> dx, contiguous, other memory. Adds into `gradients` (as MODULES says, None: not
     wanted) and into the cache's accumulator. ValueError for backwards out of order, RuntimeError for a cache whose
-    tensors are others than in the forward."""
+    tensors are others than in the forward, and for a Run whose are of another dtype, size or layout."""
     if cache.k is not run.keys or cache.v is not run.values:
         raise RuntimeError(
             f"prefix_attention: backward of slice {run.piece}, whose cache has been given another k or v since its "
             "forward; run the backward of every slice before"
         )
+    kernel = _kernel(shape, x.dtype)
+    *sizes, statistics = kernel.saved_sizes(*x.shape[:2])
+    rows = x.shape[0] * x.shape[1]
+    kept = [(size, x.dtype) for size in sizes] + [(statistics, torch.float32)]
+    kept += [(x.numel(), x.dtype), (rows, torch.float32), (rows, torch.float32)]
+    for each, (size, dtype) in zip(run.saved, kept, strict=True):
+        if each is not None and (each.numel() != size or not _plain(each, dtype)):
+            raise RuntimeError(
+                f"tpkernels: backward of slice {run.piece} of a block, whose forward saved {size} values of {dtype}, "
+                f"gets back {list(each.shape)} {each.dtype}, strides {each.stride()}; hooks on saved tensors must give "
+                "back what they were given, contiguous"
+            )
     accumulator = cache.require_accumulator()
     dk, dv, state = accumulator.dk, accumulator.dv, accumulator.state
     if starts_backward(run.piece, run.generation, cache.position, cache.progress, state):
         claim(state, cache.position, dk[:, : run.piece.end], dv[:, : run.piece.end])
-    kernel = _kernel(shape, x.dtype)
     call = _call(x, parameters, cache, _settings(mask, shape).scale, run)
     kernel.backward(*call, _addresses(gradients), view(dk), view(dv), dout.data_ptr(), dx.data_ptr())
     gone_back(run.piece, run.generation, cache.progress, state)

@@ -315,6 +315,14 @@ def test_without_a_blas_or_with_another_backend_nothing_is_served(monkeypatch: p
     block._served.cache_clear()
 
 
+@needs_bf16
+@pytest.mark.parametrize("level", ["baseline", "avx2", "avx512", "avx512_bf16"])
+def test_below_amx_bf16_runs_in_ops(monkeypatch: pytest.MonkeyPatch, level: str) -> None:
+    assert block.served(LLAMA, torch.bfloat16, Mask())
+    monkeypatch.setenv("TPK_CPU_ISA", level)
+    assert not block.served(LLAMA, torch.bfloat16, Mask()) and block.served(LLAMA, torch.float32, Mask())
+
+
 def test_a_library_without_sgemm_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr(torch, "__file__", str(tmp_path / "__init__.py"))
     assert block._gemm.__wrapped__(torch.float32) == 0

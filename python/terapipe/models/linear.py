@@ -57,7 +57,7 @@ def owned_gradient(parameter: Tensor | None) -> Tensor | None:
     gradient = parameter.grad
     if gradient is None or gradient.dtype != accumulator_dtype(parameter.dtype) or gradient.shape != parameter.shape:
         return None
-    return gradient if gradient.is_contiguous() else None
+    return gradient if gradient.is_contiguous() and not gradient.is_neg() else None
 
 
 def weight_gradient(dout: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:

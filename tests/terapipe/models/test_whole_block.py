@@ -129,6 +129,16 @@ def _subclass(made: Block) -> None:
     )
 
 
+def _scattered(made: Block) -> None:
+    def make_cache(batch: int, capacity: int, dtype: torch.dtype, device: str) -> PrefixCache:
+        heads, dim = made.shape.kv_heads, made.shape.head_dim
+        cache = PrefixCache(batch, capacity, heads, dim, dtype=dtype, device=device)
+        cache.v = torch.empty(batch, capacity, dim, heads, dtype=dtype, device=device).transpose(2, 3)
+        return copy.copy(cache)  # whose view for backwards is made anew
+
+    made.make_cache = make_cache  # type: ignore[method-assign, assignment]
+
+
 def _strided(made: Block) -> None:
     made.down.weight = nn.Parameter(made.down.weight.detach().t().contiguous().t())
 
@@ -158,7 +168,9 @@ def _wide_turns(made: Block) -> None:
     made.angles = wide  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("change", [_hook, _subclass, _strided, _double, _narrower, _other_eps, _wide_turns])
+@pytest.mark.parametrize(
+    "change", [_hook, _subclass, _scattered, _strided, _double, _narrower, _other_eps, _wide_turns]
+)
 def test_what_one_call_cannot_compute_runs_as_pieces(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[Block], None]
 ) -> None:
@@ -339,6 +351,43 @@ def test_gradients_of_another_dtype_are_left_to_autograd(monkeypatch: pytest.Mon
     for name, value in expected.items():
         torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-5, msg=name)
         torch.testing.assert_close(value.float(), plain[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_a_gradient_behind_a_negative_view_is_left_to_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepared() -> Block:
+        made = make(GPT)
+        for parameter in made.parameters():
+            parameter.grad = torch._neg_view(torch.full_like(parameter, 100))
+        return made
+
+    got, plain = run(prepared(), owned=True)[0], run(make(GPT))[0]
+    expected = pieces(monkeypatch, prepared(), owned=True)
+    for name in dict(make(GPT).named_parameters()):
+        for value in (got[name], expected[name]):
+            torch.testing.assert_close(value, plain[name] - 100, rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize(
+    "unpack",
+    [lambda x: x[:3], lambda x: x.double(), lambda x: torch.stack([x, x], 1)[:, 0]],
+    ids=["shorter", "wider", "strided"],
+)
+def test_saved_values_that_a_hook_changes_are_an_error(unpack: Callable[[Tensor], Tensor]) -> None:
+    made = make(LLAMA)
+    cache = made.make_cache(2, 5, torch.float32, "cpu")
+    for saved in range(8):
+        flat = [-1]  # of the tensors that block_forward made, each is one row; parameters' come before them
+
+        def changed(x: Tensor, saved: int = saved, flat: list[int] = flat) -> Tensor:
+            flat[0] += x.dim() == 1 and not isinstance(x, nn.Parameter)
+            return unpack(x) if x.numel() and flat[0] == saved and x.dim() == 1 else x
+
+        cache.reset()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, changed):
+            loss = once(made, cache).sum()
+        with pytest.raises(RuntimeError, match="hooks on saved tensors must give back"):
+            loss.backward()
+        assert cache.backward_end == 5 and all(parameter.grad is None for parameter in made.parameters())
 
 
 def test_what_a_backward_needs_is_autograds_to_keep_and_to_free() -> None:
