@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import statistics
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,9 @@ from tpkernels.links import LinkSpec, open_link, shm_missing
 LINK_BYTES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 LINK_PAUSE_S = 0.002
 TURNS, WARM_UP_TURNS = 15, 3
+LEAST_SHARE = 0.01  # of the largest transfer's time that its bytes must explain
+
+logger = logging.getLogger("terapipe")
 
 
 def measure_links() -> dict[str, LinkModel]:
@@ -68,6 +73,22 @@ def _measure_link(kind: str, everyone: dist.ProcessGroup) -> LinkModel:
         (size, max(1e-9, statistics.median(one_way[index * TURNS + WARM_UP_TURNS : (index + 1) * TURNS])))
         for index, size in enumerate(LINK_BYTES)
     ]
-    rows = [[1 / seconds, size / seconds] for size, seconds in medians]
+    return fit_link(kind, medians)
+
+
+def fit_link(kind: str, times: Sequence[tuple[int, float]]) -> LinkModel:
+    """The line through pairs of bytes and seconds, with the smallest relative errors. Where the times do not grow with
+    the bytes it has no slope: a warning says so, and the bandwidth is the rate of the largest transfer, latency
+    included, so that it is predicted to take twice its time at worst."""
+    rows = [[1 / seconds, size / seconds] for size, seconds in times]
     latency, per_byte = non_negative_least_squares(rows, [1.0] * len(rows))
-    return LinkModel(latency, 1 / max(per_byte, 1e-15))
+    size, seconds = max(times)
+    if per_byte * size >= LEAST_SHARE * seconds:
+        return LinkModel(latency, 1 / per_byte)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        least, least_s = min(times)
+        logger.warning(
+            "link %s: bandwidth could not be told, since %d bytes took %.3g s and %d took %.3g s; measure again.",
+            *(kind, least, least_s, size, seconds),
+        )
+    return LinkModel(latency, size / seconds)
