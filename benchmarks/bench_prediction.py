@@ -328,7 +328,7 @@ def _sleep_until(deadline: float) -> None:
 
 def _plans(case: Case, costs: CostModel) -> dict[str, Plan]:
     """Equal slices in several numbers, slices of equal cost, and what the planner would run."""
-    from terapipe.planner.candidates import Request
+    from terapipe.planner.request import Request
     from terapipe.planner.search import search
     from terapipe.planner.slicing import equal_cost_slices
     from terapipe.schedule import make_plan

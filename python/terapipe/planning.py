@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -17,13 +18,16 @@ from typing import Annotated, Literal, TypeVar
 import tyro
 
 from terapipe import files
+from terapipe.models.config import ModelConfig
+from terapipe.models.presets import PRESETS
+from terapipe.names import unknown
 from terapipe.planner import cost_file, plan_file
 from terapipe.planner.analytic import analytic_costs
-from terapipe.planner.candidates import Request
 from terapipe.planner.costs import CostModel
 from terapipe.planner.hardware import HARDWARE, hardware
 from terapipe.planner.plan_file import PlannedRun
 from terapipe.planner.report import describe_found, describe_run, found_rows
+from terapipe.planner.request import Request, counted, listed
 from terapipe.planner.search import MOST_TENSOR, search
 from terapipe.schedule import GENERATORS, trace
 from terapipe.train.config import ModelSettings
@@ -39,32 +43,37 @@ class PlanCommand:
 
     model: ModelSettings = dataclasses.field(default_factory=ModelSettings)
     hardware: str = "cpu-2core"
-    """A description that ships with the program; or a file of `terapipe profile`, which then names the model too."""
+    """Name of a description that ships with the program, or a file of `terapipe profile`, which also says which model
+    and dtype are planned."""
     ranks: int = 2
-    """Devices in all."""
+    """Number of devices (on a CPU: processes) in all."""
     tokens: int = 2048
-    """Of a sequence."""
+    """Length of a sequence in tokens."""
     batch: int = 1
-    """Sequences of a step, over all replicas."""
+    """Number of sequences in a step, over all replicas."""
     memory: str | None = None
-    """Of a device, such as 24GB or 512MiB; what the hardware has if it is not given."""
+    """Memory of one device, such as 24GB or 512MiB. None: what the description says, or no limit with a file."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Number format of weights and activations. None: that of the hardware."""
     unit: int | None = None
-    """Slices are whole units of so many tokens; without it at most 256 units."""
+    """Tokens that every slice length is a multiple of. None: the smallest divisor of --tokens that leaves at most 256
+    units."""
     tensor: tuple[int, ...] = ()
-    """Tensor degrees to try; without it every power of two in a node."""
+    """Tensor degrees to try. None given: 1, 2, 4 and 8, as far as one node has so many devices."""
     data: tuple[int, ...] = ()
-    """Numbers of replicas to try; without it any."""
+    """Numbers of replicas to try. None given: every number."""
     micro_sizes: tuple[int, ...] = ()
+    """Sequences in a micro to try. None given: 1, 2, 4, 8 and 16 up to --batch, or those of the file."""
     schedules: tuple[str, ...] = tuple(GENERATORS)
+    """Names of the schedules to try."""
     slice_tokens: tuple[int, ...] = ()
-    """These slices and no others."""
+    """Slice lengths in tokens, which sum to --tokens. None given: lengths are searched."""
     only_runnable: Flag = False
-    """Leave out what the engine does not run yet."""
+    """Leave out what the engine does not run yet: replicas, tensor-parallel stages, split backwards."""
     out: Path = Path("plan.json")
-    """The plan, for `terapipe train --plan` and `terapipe simulate`."""
+    """File of the plan, for `terapipe train --plan` and `terapipe simulate`."""
     json: Path | None = None
-    """All plans that were simulated, as rows."""
+    """File for all plans that were simulated, as rows. None: no such file."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,15 +82,19 @@ class ProfileCommand:
 
     model: ModelSettings = dataclasses.field(default_factory=ModelSettings)
     tokens: int = 2048
-    """Of the longest sequence."""
+    """Length of the longest sequence in tokens."""
     micro_sizes: tuple[int, ...] = (1,)
+    """Sequences in a micro; each size is measured."""
     dtype: Literal["fp32", "bf16"] = "fp32"
+    """Number format of weights and activations."""
     rounds: int = 3
     """How often everything is measured; rounds see a machine whose speed drifts as a run does."""
     local_ranks: int = 2
-    """Processes that measure at the same time, as stages would."""
+    """Number of processes that measure at the same time, as stages would."""
     threads_per_rank: int = 1
+    """CPU threads of each process."""
     out: Path = Path("costs.json")
+    """File of the costs, for `terapipe plan --hardware`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,10 +102,15 @@ class SimulateCommand:
     """Show the step of a plan file as a table, and as a web page, a picture or a Perfetto trace."""
 
     plan: tyro.conf.Positional[Path]
+    """File of `terapipe plan`."""
     html: Path | None = None
+    """File for the timeline as a web page. None: no such file."""
     png: Path | None = None
+    """File for the timeline as a picture. None: no such file."""
     perfetto: Path | None = None
+    """File for the timeline as a trace that ui.perfetto.dev opens. None: no such file."""
     json: Path | None = None
+    """File for the events of the timeline, as rows. None: no such file."""
 
 
 def plan(arguments: Sequence[str]) -> int:
@@ -100,30 +118,51 @@ def plan(arguments: Sequence[str]) -> int:
     a planner's error, with the values, for a request that no plan meets."""
     command = _parse(PlanCommand, arguments, "plan")
     files.check_file(command.out, "--out")
+    _check(command)
     memory = None if command.memory is None else parse_bytes(command.memory)
     if Path(command.hardware).suffix == ".json":
-        costs = cost_file.load(Path(command.hardware))
-        request = _request(command, (costs.tensor,), memory, costs.micro_sizes)
+        known = cost_file.load(Path(command.hardware))
+        named = any(argument.split("=")[0].split(".")[0] == "--model" for argument in arguments)
+        _refuse_other_costs(command, known, model=command.model.resolve() if named else known.model)
+        model, dtype, sizes = known.model, known.dtype, known.micro_sizes
+        degrees: tuple[int, ...] = (known.tensor,)
 
         def costs_of(tensor: int) -> CostModel:
-            if tensor != costs.tensor:
-                raise ValueError(f"the costs are for tensor degree {costs.tensor}, not {tensor}")
-            return costs
+            return known
 
     else:
         device, model = hardware(command.hardware), command.model.resolve()
+        dtype = command.dtype or device.dtype
         memory = memory or float(device.memory_bytes)
         node = int(float(device.devices_per_node))
         degrees = command.tensor or tuple(2**power for power in range(MOST_TENSOR) if 2**power <= node)
         sizes = command.micro_sizes or tuple(2**power for power in range(5) if 2**power <= command.batch)
-        request = _request(command, (1,) if command.only_runnable else degrees, memory, sizes)
 
         @cache
         def costs_of(tensor: int) -> CostModel:
             return analytic_costs(
-                model, device, max_tokens=command.tokens, micro_sizes=sizes, tensor=tensor, dtype=command.dtype
+                model, device, max_tokens=command.tokens, micro_sizes=sizes, tensor=tensor, dtype=dtype
             )
 
+    if model.position == "learned" and command.tokens > model.max_tokens:
+        raise ValueError(
+            f"--tokens is {command.tokens}, but the model has learned positions for {model.max_tokens}; shorten the "
+            f"sequence or raise --model.max-tokens."
+        )
+    request = Request(
+        ranks=command.ranks,
+        tokens=command.tokens,
+        batch=command.batch,
+        memory_bytes=memory if memory is not None else float("inf"),
+        unit=command.unit,
+        tensor=degrees,
+        schedules=command.schedules,
+        data=command.data or None,
+        micro_sizes=command.micro_sizes or sizes,
+        slices=command.slice_tokens or None,
+    )
+    if command.only_runnable:
+        request = _runnable(request, command, dtype)
     found = search(request, costs_of)
     best = found.best
     costs = costs_of(best.candidate.layout.tensor)
@@ -139,42 +178,98 @@ def plan(arguments: Sequence[str]) -> int:
     )
     print(describe_found(found, request, planned))
     _write(command.out, planned.to_json())
-    run = f"terapipe train --plan {command.out} --tokens {command.tokens} --dtype {costs.dtype}"
-    run += f" --local-ranks {command.ranks}"
-    print(f"\nwritten to {command.out}; run it with `{run}` and the model's own options (--model NAME)")
+    print(f"\nwritten to {command.out}; {_next_step(planned, command.out, costs.devices_per_node)}")
     if command.json is not None:
         _write(command.json, json.dumps(found_rows(found), indent=1) + "\n")
     return 0
 
 
-def _request(
-    command: PlanCommand, tensor: tuple[int, ...], memory: float | None, micro_sizes: tuple[int, ...]
-) -> Request:
-    for name in ("ranks", "tokens", "batch"):
-        if getattr(command, name) < 1:
-            raise ValueError(f"--{name} is {getattr(command, name)}; it must be at least 1.")
+def _check(command: PlanCommand) -> None:
+    """ValueError for an option that makes no sense whatever the costs are."""
+    for name in ("ranks", "tokens", "batch", "tensor", "data", "micro_sizes", "slice_tokens"):
+        given = getattr(command, name)
+        if min(given if isinstance(given, tuple) else (given,), default=1) < 1:
+            raise ValueError(f"{_option(name, given)}; it must be at least 1.")
+    if not command.schedules:
+        raise ValueError(f"--schedules names none; leave it out, or name some of {listed(GENERATORS)}.")
     for name in command.schedules:
         if name not in GENERATORS:
-            from terapipe.names import unknown
-
             raise ValueError(unknown("schedule", name, GENERATORS))
     if command.slice_tokens and sum(command.slice_tokens) != command.tokens:
         raise ValueError(
             f"--slice-tokens sum to {sum(command.slice_tokens)}, but a sequence has {command.tokens} tokens."
         )
-    runnable = {name for name, generator in GENERATORS.items() if not generator.splits_backward}
-    return Request(
-        ranks=command.ranks,
-        tokens=command.tokens,
-        batch=command.batch,
-        memory_bytes=memory if memory is not None else float("inf"),
-        unit=command.unit,
-        tensor=tensor,
-        schedules=tuple(name for name in command.schedules if name in runnable or not command.only_runnable),
-        data=(1,) if command.only_runnable else command.data or None,
-        micro_sizes=micro_sizes if not command.micro_sizes else command.micro_sizes,
-        slices=command.slice_tokens or None,
-    )
+
+
+def _refuse_other_costs(command: PlanCommand, costs: CostModel, *, model: ModelConfig) -> None:
+    """ValueError for an option that contradicts the cost file."""
+    file = command.hardware
+    for name, what, wanted, has in (
+        ("tensor", "tensor degree", set(command.tensor), {costs.tensor}),
+        ("dtype", "dtype", {command.dtype} - {None}, {costs.dtype}),
+        ("micro_sizes", "micro size", set(command.micro_sizes), set(costs.micro_sizes)),
+    ):
+        if not wanted <= has:
+            raise ValueError(
+                f"{_option(name, getattr(command, name))}, but {file} is for {what} {listed(sorted(has, key=str))}; "
+                f"leave --{name.replace('_', '-')} out, or profile again."
+            )
+    ours, theirs = dataclasses.asdict(model), dataclasses.asdict(costs.model)
+    other = [f"{name} {value} ({file}: {theirs[name]})" for name, value in ours.items() if value != theirs[name]]
+    if other:
+        more = f" and {len(other) - 3} more" if len(other) > 3 else ""
+        raise ValueError(
+            f"--model {command.model.preset} is another model than that of {file}: it has {listed(other[:3])}{more}; "
+            f"leave --model out, or profile again."
+        )
+
+
+def _runnable(request: Request, command: PlanCommand, dtype: str) -> Request:
+    """The request without what the engine does not run. ValueError for an option that asks for nothing else."""
+    schedules = tuple(name for name in request.schedules if not GENERATORS[name].splits_backward)
+    for name, what, nothing in (
+        ("tensor", "tensor-parallel stages", 1 not in request.tensor),
+        ("data", "replicas", request.data is not None and 1 not in request.data),
+        ("schedules", "split backwards", not schedules),
+        ("dtype", f"training in {dtype}", dtype not in plan_file.ENGINE_DTYPES),
+    ):
+        if nothing and getattr(command, name):
+            raise ValueError(
+                f"{_option(name, getattr(command, name))}, but --only-runnable leaves out {what}; leave one of the two "
+                f"out."
+            )
+        if nothing:
+            remedy = f"add --dtype {' or '.join(plan_file.ENGINE_DTYPES)}" if name == "dtype" else "leave it out"
+            raise ValueError(
+                f"--only-runnable leaves out {what}, but {command.hardware} has {name} "
+                f"{dtype if name == 'dtype' else listed(request.tensor)}; {remedy}."
+            )
+    return dataclasses.replace(request, tensor=(1,), data=(1,), schedules=schedules)
+
+
+def _option(name: str, value: object) -> str:
+    """`--name is value`."""
+    return f"--{name.replace('_', '-')} is {listed(value) if isinstance(value, tuple) else value}"
+
+
+def _next_step(planned: PlannedRun, file: Path, devices_per_node: int | None) -> str:
+    """The command that runs the plan, or why there is none."""
+    lacking = plan_file.what_the_engine_lacks(planned)
+    if lacking:
+        return (
+            f"`terapipe simulate {file}` shows it. The engine does not run {listed(lacking)} yet; --only-runnable "
+            f"leaves such plans out."
+        )
+    named = [name for name, make in PRESETS.items() if make() == planned.model]
+    run = f"terapipe train --plan {file} --tokens {planned.plan.tokens} --dtype {planned.dtype}"
+    run += f" --model {named[0]}" if named else ""
+    also = "" if named else ", and the --model options of this plan"
+    ranks, host = planned.plan.ranks, devices_per_node or os.cpu_count() or 1
+    if ranks <= host:
+        return f"run it with `{run} --local-ranks {ranks}`{also}"
+    each = max(number for number in range(1, host + 1) if ranks % number == 0)
+    launch = f"torchrun --nnodes {ranks // each} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    return f"run it on {counted(ranks // each, 'host')}, on each with `{launch} -m {run}`{also}"
 
 
 def profile(arguments: Sequence[str]) -> int:
@@ -184,11 +279,10 @@ def profile(arguments: Sequence[str]) -> int:
     if (launched_world() or ALONE).rank == 0:
         files.check_file(command.out, "--out")
     model = command.model.resolve()
-    if command.local_ranks < 1 or command.rounds < 1 or command.tokens < 2:
-        raise ValueError(
-            f"--local-ranks is {command.local_ranks}, --rounds {command.rounds} and --tokens {command.tokens}; they "
-            f"must be at least 1, 1 and 2."
-        )
+    for name, least in (("local_ranks", 1), ("threads_per_rank", 1), ("rounds", 1), ("tokens", 2), ("micro_sizes", 1)):
+        given = getattr(command, name)
+        if min(given if isinstance(given, tuple) else (given,), default=0) < least:
+            raise ValueError(f"{_option(name, given)}; it must be at least {least}.")
     from terapipe.engine import launch
     from terapipe.profile import Profiler
 

@@ -8,8 +8,7 @@ them slices of equal length, and none at all.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,38 +16,13 @@ from typing import NamedTuple
 from terapipe.planner.costs import CostModel, StageCosts
 from terapipe.planner.partition import split_by_time
 from terapipe.planner.prediction import Layout, beside
+from terapipe.planner.request import CostsOf, Reasons, Request, check_unit, counted, listed
 from terapipe.planner.slicing import cost_table, equal_cost_slices, slice_sequence
 from terapipe.schedule import GENERATORS, Plan, Schedule
 
-MOST_UNITS = 256
 MOST_ACTIONS = 400_000  # of a schedule that is simulated as it is
 SLICE_COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 WARMUPS = (1, 2, 3)
-BUDGET_S = 6.0
-
-CostsOf = Callable[[int], CostModel]
-"""The costs at a tensor degree; ValueError for one that cannot be."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is asked for. ranks: devices in all. batch: sequences of a step, over all replicas. memory_bytes: of a
-    device. unit: tokens by which slices are cut (None: at most 256 units). tensor: degrees to try."""
-
-    ranks: int
-    tokens: int
-    batch: int
-    memory_bytes: float
-    unit: int | None = None
-    tensor: tuple[int, ...] = (1,)
-    schedules: tuple[str, ...] = tuple(GENERATORS)
-    chunks: tuple[int, ...] = (2, 4)
-    recompute: tuple[bool, ...] = (False, True)
-    data: tuple[int, ...] | None = None  # None: any
-    micro_sizes: tuple[int, ...] | None = None
-    slices: tuple[int, ...] | None = None  # these lengths alone
-    link: str | None = None
-    budget_s: float = BUDGET_S
 
 
 @dataclass(frozen=True)
@@ -74,7 +48,7 @@ class Candidate:
         if self.warmup_per_hop > 1:
             parts.append(f"warm-up {self.warmup_per_hop}")
         if self.chunks > 1:
-            parts.append(f"{self.chunks} stages a rank")
+            parts.append(f"{self.chunks} stages per rank")
         parts.append(f"micros {self.micros} x {self.micro_size}")
         parts.append(f"pipe {self.pipe} x data {self.layout.data} x tensor {self.layout.tensor}")
         if self.layout.recompute:
@@ -82,63 +56,58 @@ class Candidate:
         return ", ".join(parts)
 
     def plan(self) -> Plan:
-        """Checked."""
+        """The plan of this candidate; ValueError if its schedule could deadlock or its sizes do not fit."""
         return Plan(self.slices, self.micros, self.micro_size, self.stages, self.make_schedule())
 
     def make_schedule(self) -> Schedule:
         return _schedule(self.schedule, self.pipe, self.micros, len(self.slices), self.warmup_per_hop, self.chunks)
 
 
-def check_unit(tokens: int, unit: int | None) -> int:
-    """The unit of slices: given and dividing, or the smallest divisor that leaves at most 256 units."""
-    if unit is None:
-        return next(n for n in range(max(1, math.ceil(tokens / MOST_UNITS)), tokens + 1) if tokens % n == 0)
-    if unit < 1 or tokens % unit:
-        near = [n for n in range(max(1, unit // 2), 2 * max(1, unit)) if tokens % n == 0]
-        lengths = f"{tokens // unit * unit} or {(tokens // unit + 1) * unit} tokens" if unit > 0 else ""
-        raise ValueError(
-            f"a unit of {unit} tokens does not divide a sequence of {tokens}; use a unit such as "
-            f"{', '.join(map(str, near[:4])) or 1}" + (f", or sequences of {lengths}." if lengths else ".")
-        )
-    return unit
-
-
 def candidates_of(request: Request, costs_of: CostsOf) -> Iterator[Candidate]:
-    """ValueError, with values and remedy, when sizes do not divide."""
-    found, reasons = False, []
+    """ValueError, with values and remedy, when sizes do not divide or no schedule fits them."""
+    found, why = False, Reasons()
     unit = check_unit(request.tokens, request.unit)
     for tensor in sorted(set(request.tensor)):
-        if request.ranks % tensor:
-            reasons.append(f"tensor {tensor} does not divide {request.ranks} ranks")
-            continue
         try:
             costs = costs_of(tensor)
         except ValueError as error:
-            reasons.append(str(error))
+            why.tensor.append(str(error))
             continue
-        for pipe in range(1, request.ranks // tensor + 1):
-            data, rest = divmod(request.ranks // tensor, pipe)
+        if request.ranks % tensor:
+            why.ranks.append(f"tensor {tensor} does not divide {request.ranks} ranks")
+            continue
+        devices = request.ranks // tensor
+        if request.data is not None and all(devices % data for data in request.data):
+            why.ranks.append(f"data {listed(request.data)} does not divide {counted(devices, 'rank')}")
+        for pipe in range(1, devices + 1):
+            data, rest = divmod(devices, pipe)
             if rest or (request.data is not None and data not in request.data):
                 continue
             if request.batch % data:
-                reasons.append(f"{data} replicas do not divide a batch of {request.batch}")
+                why.ranks.append(f"{data} replicas do not divide a batch of {request.batch}")
                 continue
             if pipe > costs.num_layers:
-                reasons.append(f"{pipe} stages for {costs.num_layers} layers (embedding and head counted)")
+                why.ranks.append(f"{pipe} stages for {costs.num_layers} layers (embedding and head counted)")
                 continue
+            sizes = request.sizes(costs)
+            if not any(request.batch // data % size == 0 for size in sizes):
+                why.others.append(_no_micro_size(request, costs, request.batch // data))
+                continue
+            begun = found
             for one in _of_layout(request, costs, pipe, data, unit):
                 found = True
                 yield one
+            if found == begun:
+                why.others.append(_no_schedule(request, costs, pipe))
     if not found:
-        raise ValueError(_no_factors(request, costs_of, reasons))
+        raise ValueError(why.text(request, costs_of))
 
 
 def _of_layout(request: Request, costs: CostModel, pipe: int, data: int, unit: int) -> Iterator[Candidate]:
     batch = request.batch // data
-    sizes = [n for n in costs.micro_sizes if request.micro_sizes is None or n in request.micro_sizes]
     for recompute in request.recompute:
         layout = Layout(data, costs.tensor, recompute, request.link)
-        for micro_size in (n for n in sizes if batch % n == 0):
+        for micro_size in (n for n in request.sizes(costs) if batch % n == 0):
             micros = batch // micro_size
             for chunks in dict.fromkeys((1, *(request.chunks if pipe > 1 else ()))):
                 if pipe * chunks > costs.num_layers:
@@ -238,16 +207,8 @@ class _Setting:
         return _StageTimes(total, first_forward, max(a + b for a, b in rows), max(a for a, _ in rows))
 
     def _schedules(self, slices: int) -> Iterator[tuple[str, int]]:
-        if self.chunks > 1:
-            names = [("interleaved" if slices == 1 else "seq_interleaved", 1)]
-        elif self.pipe == 1:
-            names = [("one_f_one_b" if slices == 1 else "seq_1f1b", 1)]
-        else:
-            names = [("gpipe", 1), ("one_f_one_b", 1)] if slices == 1 else [("terapipe", 1), ("seq_1f1b", 1)]
-            names += [("seq_1f1b", warmup) for warmup in WARMUPS[1:]]
-            names += [("seq_zero_bubble", warmup) for warmup in WARMUPS[:2]]
-        for name, warmup in names:
-            actions = 3 * self.pipe * self.chunks * self.micros * slices
+        actions = 3 * self.pipe * self.chunks * self.micros * slices
+        for name, warmup in _schedules(self.pipe, self.chunks, slices):
             if name in self.request.schedules and actions <= MOST_ACTIONS:
                 yield name, warmup
 
@@ -257,8 +218,19 @@ class _Setting:
         return self.costs.transfer(self.costs.link_kind(0, 1, self.layout.link), self.micro_size, length)
 
 
+def _schedules(pipe: int, chunks: int, slices: int) -> list[tuple[str, int]]:
+    """Names and warm-ups of the schedules for so many ranks, stages per rank and slices."""
+    if chunks > 1:
+        return [("interleaved" if slices == 1 else "seq_interleaved", 1)]
+    if pipe == 1:
+        return [("one_f_one_b" if slices == 1 else "seq_1f1b", 1)]
+    names = [("gpipe", 1), ("one_f_one_b", 1)] if slices == 1 else [("terapipe", 1), ("seq_1f1b", 1)]
+    names += [("seq_1f1b", warmup) for warmup in WARMUPS[1:]]
+    return [*names, *(("seq_zero_bubble", warmup) for warmup in WARMUPS[:2])]
+
+
 class _StageTimes(NamedTuple):
-    """Of a stage over all slices of a micro; `largest_unsplit_s` without the weight gradient."""
+    """What all slices of one micro cost a stage; `largest_unsplit_s` is without the weight gradient."""
 
     total_s: float
     first_forward_s: float
@@ -328,25 +300,27 @@ def _least_live(name: str, pipe: int, micros: int, slices: int, warmup: int, chu
     return min(everything, warmup * (pipe - 1) + slices)
 
 
-def _no_factors(request: Request, costs_of: CostsOf, reasons: Sequence[str]) -> str:
-    layers = costs_of(1).num_layers if 1 in request.tensor else None
-    usable = [
-        ranks
-        for ranks in range(max(1, request.ranks - 64), request.ranks + 65)
-        if ranks != request.ranks
-        and any(
-            ranks % tensor == 0
-            and (ranks // tensor) % data == 0
-            and (layers is None or ranks // tensor // data <= layers)
-            for tensor in request.tensor
-            for data in range(1, request.batch + 1)
-            if request.batch % data == 0 and (request.data is None or data in request.data)
+def _no_micro_size(request: Request, costs: CostModel, sequences: int) -> str:
+    """Why the sequences of a replica cannot be cut into micros."""
+    sizes = request.sizes(costs)
+    if not sizes:
+        return (
+            f"there are costs for micro size {listed(costs.micro_sizes)}, not for {listed(request.micro_sizes or ())}"
         )
-    ]
-    near = sorted(usable, key=lambda ranks: abs(ranks - request.ranks))[:4]
-    why = "; ".join(dict.fromkeys(reasons)) or "no micro size divides the batch of a replica"
-    hint = f"; {', '.join(map(str, sorted(near)))} ranks can be used" if near else ""
+    return f"no micro size of {listed(sizes)} divides the {counted(sequences, 'sequence')} of a replica"
+
+
+def _no_schedule(request: Request, costs: CostModel, pipe: int) -> str:
+    """Why a layout whose sizes divide has no candidate."""
+    cuts = {1, 2} if request.slices is None and pipe > 1 else {1 if request.slices is None else len(request.slices)}
+    chunks = [1, *(n for n in request.chunks if 1 < n * pipe <= costs.num_layers and pipe > 1)]
+    fit = {name for slices in cuts for n in chunks for name, _ in _schedules(pipe, n, slices)}
+    if fit & set(request.schedules):
+        return (
+            f"every schedule has more than {MOST_ACTIONS} actions; use larger slices, larger micros or a smaller batch"
+        )
+    given = "" if request.slices is None else f" with {counted(len(request.slices), 'slice')}"
     return (
-        f"{request.ranks} ranks cannot be cut into pipe x data x tensor for a batch of {request.batch}: {why}{hint}; "
-        f"or change the batch."
+        f"pipe {pipe}{given} is run by {listed(name for name in GENERATORS if name in fit)}, not by "
+        f"{listed(request.schedules)}"
     )

@@ -71,11 +71,15 @@ class LinkModel:
             raise ValueError(f"bytes_per_s of a link must be positive and finite, got {self.bytes_per_s!r}.")
 
 
+FREE_LINK = LinkModel(0.0, 1e15)
+"""The hand-off between stages of one process, which passes a reference on."""
+
+
 @dataclass(frozen=True)
 class Overheads:
-    """Seconds beside layers and links.
+    """Seconds that neither layers nor links take.
 
-    action_s: of every action (the interpreter). step_s: of a step. The others for each parameter of a rank: norm_s of
+    action_s: per action (the interpreter). step_s: per step. The others per parameter of a rank: norm_s of
     the gradient's norm, update_s of the optimizer's update; first_forward_s and first_backward_s of a stage's first
     forward and backward of a step (it has waited, its weights left the cache, its gradients are made, not added to).
 
@@ -104,7 +108,7 @@ class Overheads:
             raise ValueError(f"the sleeps of overhead asleep must ascend, got {[pair[0] for pair in self.asleep]}.")
 
     def woken_action_s(self, slept_s: float) -> float:
-        """Of an action whose rank did nothing for so long: straight between what is known, constant beyond."""
+        """Seconds of an action whose rank did nothing for so long: straight between what is known, constant beyond."""
         slept, seconds = zip(*self.asleep, strict=True)
         return between(slept, seconds, *bracket(slept, slept_s), min(max(slept_s, slept[0]), slept[-1]))
 
@@ -151,11 +155,11 @@ class CostModel:
         return self.model.layers + 2
 
     def layer(self, index: int) -> LayerCosts:
-        """Of the layer with this global index."""
+        """What the layer with this global index costs."""
         return self.layers[EMBEDDING if index == 0 else HEAD if index == self.num_layers - 1 else BLOCK]
 
     def stage(self, first: int, last: int) -> StageCosts:
-        """Of layers [first, last)."""
+        """What a stage of layers [first, last) costs."""
         if not 0 <= first < last <= self.num_layers:
             raise ValueError(f"no stage [{first}, {last}) in a model of {self.num_layers} layers.")
         counts = {EMBEDDING: int(first == 0), HEAD: int(last == self.num_layers)}
@@ -163,7 +167,7 @@ class CostModel:
         return StageCosts(self, tuple((self.layers[kind], count) for kind, count in counts.items() if count))
 
     def hand_off_bytes(self, micro_size: int, length: int) -> int:
-        """Of one slice's hidden states between two stages."""
+        """Bytes of one slice's hidden states between two stages."""
         return micro_size * length * self.model.hidden * DTYPE_BYTES[self.dtype]
 
     def transfer(self, kind: str, micro_size: int, length: int) -> float:
@@ -177,7 +181,7 @@ class CostModel:
         return self.links[kind]
 
     def link_kind(self, rank: int, other: int, chosen: str | None = None) -> str:
-        """Of the link between two pipeline ranks; `chosen` or the first kind where nodes are not told apart."""
+        """The kind of link between two pipeline ranks; `chosen` or the first kind where nodes are not told apart."""
         if chosen is not None or self.devices_per_node is None:
             return chosen or next(iter(self.links))
         first, second = (pipe * self.tensor // self.devices_per_node for pipe in (rank, other))
@@ -198,7 +202,7 @@ class StageCosts:
     layers: tuple[tuple[LayerCosts, int], ...]
 
     def forward(self, micro_size: int, length: int, start: int) -> float:
-        """Seconds."""
+        """Seconds of the forward."""
         return self._sum("forward", micro_size, length, start)
 
     def input_grad(self, micro_size: int, length: int, start: int) -> float:
@@ -210,12 +214,12 @@ class StageCosts:
         return self._sum("weight_grad", micro_size, length, start)
 
     def backward(self, micro_size: int, length: int, start: int) -> float:
-        """Seconds of both."""
+        """Seconds of the whole backward: input gradient and weights' gradients."""
         return self.input_grad(micro_size, length, start) + self.weight_grad(micro_size, length, start)
 
     @property
     def parameters(self) -> int:
-        """Numbers in the weights."""
+        """How many numbers the weights have."""
         return sum(layer.parameters * count for layer, count in self.layers)
 
     def saved_bytes(self, micro_size: int, length: int, *, recompute: bool = False) -> float:
@@ -288,7 +292,7 @@ class StageCosts:
 
 
 def parameter_bytes(dtype: str, replicas: int = 1) -> float:
-    """Of one parameter with its gradient and AdamW's state: fp32 4 + 4 + 8; 16 bits 2 + 4 (fp32 gradient) + 12 (master
-    and moments). Moments and masters are shared out over the replicas (ZeRO-1)."""
+    """Bytes of one parameter with its gradient and AdamW's state: fp32 4 + 4 + 8; 16 bits 2 + 4 (fp32 gradient) + 12
+    (master and moments). Moments and masters are shared out over the replicas (ZeRO-1)."""
     weight = DTYPE_BYTES[dtype]
     return weight + 4 + (8 + (4 if weight < 4 else 0)) / replicas

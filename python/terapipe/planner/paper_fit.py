@@ -21,7 +21,7 @@ CURVE_WEIGHT = 0.5  # of a point of figure 3, which was read off a small plot
 
 
 def fit() -> ClusterRates:
-    """The rates, from `START`."""
+    """The rates of the cluster that explain the published times best, searched from `START`."""
     steps: list[tuple[int, tuple[int, ...], float]]
     steps = [(number, (TOKENS,), PUBLISHED[number].without_s) for number in FITTED_SETTINGS]
     steps += [(number, PUBLISHED[number].slices, PUBLISHED[number].with_s) for number in FITTED_SETTINGS]

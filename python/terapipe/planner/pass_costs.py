@@ -67,7 +67,7 @@ class CurveCost:
         return {}
 
     def base(self, length: int) -> float:
-        """At start 0."""
+        """Seconds of a slice without a prefix."""
         value = self._known.get(length)
         if value is None:
             value = self._known[length] = self._interpolate(length)
@@ -118,7 +118,7 @@ class CurveCost:
         return cls(tuple(base), tuple(base.values()), context)
 
     def error(self, points: Iterable[Point]) -> FitError:
-        """Of this curve on `points`."""
+        """Relative errors of this curve on `points`."""
         return FitError.of(self(p.length, p.start) / p.seconds - 1 for p in points if p.seconds > 0)
 
 

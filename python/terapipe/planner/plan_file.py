@@ -19,6 +19,7 @@ from terapipe.planner.prediction import ActionTimes, Layout, Prediction
 from terapipe.schedule import Link, LinkCost, Plan, Simulation, simulate
 
 FORMAT, VERSION = "terapipe-planned-run", 1
+ENGINE_DTYPES = ("fp32", "bf16")
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,7 @@ class PlannedRun:
         missing = sorted({*_PLAIN, *_OTHER} - set(fields))
         if missing:
             raise ValueError(f"the plan file lacks {missing[0]!r}; make the plan again.")
-        for name in (
-            "step_s",
-            "makespan_s",
-            "bubble_share",
-        ):  # else a run would fail at its last line, which shows them
+        for name in ("step_s", "makespan_s", "bubble_share"):  # shown by a run's last line, which would fail
             if type(fields[name]) not in (int, float) or not 0 <= fields[name] < math.inf:
                 raise ValueError(f"{name} of the plan file is {fields[name]!r}, not a number; make the plan again.")
         try:
@@ -163,18 +160,24 @@ def refuse_other_model(planned: PlannedRun, model: ModelConfig) -> None:
         )
 
 
-def refuse_what_the_engine_lacks(planned: PlannedRun) -> None:
-    """ValueError that names what of the plan cannot be executed yet."""
+def what_the_engine_lacks(planned: PlannedRun) -> list[str]:
+    """What the engine cannot run yet of a plan, in words for users; an empty list for a plan that it runs."""
     layout = planned.layout
     lacking = []
-    if planned.dtype not in ("fp32", "bf16"):
-        lacking.append(f"training in {planned.dtype} (plan with --dtype bf16 or fp32)")
+    if planned.dtype not in ENGINE_DTYPES:
+        lacking.append(f"training in {planned.dtype} (plan with --dtype {' or '.join(ENGINE_DTYPES)})")
     if layout.tensor > 1:
         lacking.append(f"tensor-parallel stages (tensor = {layout.tensor})")
     if layout.data > 1:
         lacking.append(f"replicas (data = {layout.data})")
     if any(action.kind in "IW" for action in planned.plan.schedule.actions()):
         lacking.append("split backwards (actions I and W)")
+    return lacking
+
+
+def refuse_what_the_engine_lacks(planned: PlannedRun) -> None:
+    """ValueError that names what of the plan cannot be executed yet."""
+    lacking = what_the_engine_lacks(planned)
     if lacking:
         raise ValueError(
             f"the engine does not run {', '.join(lacking)} yet, which the plan {planned.label!r} needs; plan with "

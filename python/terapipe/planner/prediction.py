@@ -43,7 +43,7 @@ class ActionTimes:
     links: Mapping[Link, LinkCost]
 
     def of(self, plan: Plan) -> list[float]:
-        """Of each of the schedule's actions."""
+        """Seconds of each of the schedule's actions, in its order."""
         values: list[float] = []
         begun: set[tuple[int, str]] = set()
         for order in plan.schedule.orders:
@@ -134,7 +134,8 @@ def action_times(plan: Plan, costs: CostModel, stages: list[StageCosts], layout:
 
 
 def _woken(plan: Plan, overheads: Overheads, times: ActionTimes, simulation: Simulation) -> Simulation:
-    """Again, with overheads by how long each rank slept before an action and in it, which depends on the simulation."""
+    """The simulation repeated with overheads by how long each rank slept before an action and in it, which
+    depends on the simulation."""
     asleep_s = [seconds - overheads.action_s for seconds in times.of(plan)]
     for _ in range(WAKE_ROUNDS):
         seconds: list[float] = []

@@ -1,15 +1,15 @@
-"""Text for people: cost models, plans, candidates that lost. Plain strings; nothing here decides anything."""
+"""Text for people: cost models, plans, what was not chosen. Plain strings; nothing here decides anything."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from terapipe.planner.costs import PASSES, CostModel
+from terapipe.planner.costs import FREE_LINK, PASSES, CostModel
 
 if TYPE_CHECKING:
-    from terapipe.planner.candidates import Request
     from terapipe.planner.plan_file import PlannedRun
+    from terapipe.planner.request import Request
     from terapipe.planner.search import Found, Ranked
     from terapipe.schedule import Simulation
 
@@ -17,7 +17,7 @@ SHOWN_LENGTHS = 6
 
 
 def seconds(value: float) -> str:
-    """With a unit that leaves one to three digits before the point."""
+    """A time with the unit that leaves one to three digits before the point."""
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if value * scale >= 1 or unit == "us":
             return f"{value * scale:.3g} {unit}"
@@ -25,7 +25,7 @@ def seconds(value: float) -> str:
 
 
 def size(value: float) -> str:
-    """Bytes."""
+    """A number of bytes with its unit."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if value >= scale:
             return f"{value / scale:.3g} {unit}"
@@ -58,7 +58,8 @@ def describe_costs(costs: CostModel) -> str:
             if behind and any(cost(length, length) != cost(length, 0) for length in lengths[:-1]):
                 rows.append(["  behind as many", *behind, "-"])
     links = [
-        f"link {kind}: latency {seconds(link.latency_s)}, {link.bytes_per_s / 1e9:.3g} GB/s"
+        f"link {kind}: "
+        + ("free" if link == FREE_LINK else f"latency {seconds(link.latency_s)}, {link.bytes_per_s / 1e9:.3g} GB/s")
         for kind, link in costs.links.items()
     ]
     overheads = costs.overheads
@@ -75,8 +76,8 @@ def describe_costs(costs: CostModel) -> str:
             f"{costs.hardware}, tensor degree {costs.tensor}; micro sizes {', '.join(map(str, costs.micro_sizes))}",
             columns(rows),
             *links,
-            f"beside: {seconds(overheads.action_s)} an action, {seconds(overheads.step_s)} a step, "
-            f"{seconds(for_parameters * 1e6)} for a million parameters",
+            f"overheads: {seconds(overheads.action_s)} per action, {seconds(overheads.step_s)} per step, "
+            f"{seconds(for_parameters * 1e6)} per million parameters",
             *notes,
         ]
     )
@@ -92,9 +93,9 @@ def describe_found(found: Found, request: Request, planned: PlannedRun) -> str:
     lines = [
         f"plan: {best.candidate}",
         f"  slices of tokens: {_runs(best.candidate.slices)}",
-        f"  layers a stage (embedding and head counted): {_runs([b - a for a, b in best.candidate.stages])}",
+        f"  layers per stage (embedding and head counted): {_runs([b - a for a, b in best.candidate.stages])}",
         f"predicted step {seconds(prediction.step_s)}: {_parts_text(best)}",
-        f"bubble {prediction.bubble_share:.1%}; memory {size(min(memory))} to {size(max(memory))} a rank, "
+        f"bubble {prediction.bubble_share:.1%}; memory {size(min(memory))} to {size(max(memory))} per rank, "
         f"{_cap(request.memory_bytes)}"
         + (f"; MFU {prediction.mfu:.1%}" if prediction.mfu is not None else "")
         + f"; costs {planned.source}, {planned.hardware}",
@@ -104,7 +105,7 @@ def describe_found(found: Found, request: Request, planned: PlannedRun) -> str:
         + (f", {found.left_out} left out for want of time" if found.left_out else "")
         + f"; {found.seconds:.1f} s",
     ]
-    rows = [["plans that lost", "step", "times", "why"]]
+    rows = [["other plans", "step", "ratio", "why"]]
     for name, one in _losers(found):
         step = one.prediction.step_s
         rows.append(
@@ -230,7 +231,7 @@ def _why(loser: Ranked, best: Ranked, request: Request) -> str:
     more = {name: its[name] - mine[name] for name in its}
     name = max(more, key=lambda key: more[key])
     if loser.prediction.step_s <= best.prediction.step_s * 1.0005:
-        return "as fast"
+        return "equally fast"
     return f"{seconds(more[name])} more for {name}"
 
 

@@ -14,8 +14,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from terapipe.planner.candidates import Candidate, CostsOf, Request, candidates_of
+from terapipe.planner.candidates import Candidate, candidates_of
 from terapipe.planner.prediction import Prediction, predict
+from terapipe.planner.request import CostsOf, Request
 from terapipe.schedule.plan import unchecked_plan
 
 MOST_TENSOR = 4  # powers of two, from 1
@@ -103,7 +104,7 @@ def _nothing_fits(request: Request, candidates: Sequence[Candidate], ranked: Seq
         needs = which.least_bytes
     at_least = "" if ranked else "at least "
     return (
-        f"no plan fits {size(request.memory_bytes)} a device: the smallest of {len(candidates)} needs {at_least}"
+        f"no plan fits {size(request.memory_bytes)} per device: the smallest of {len(candidates)} needs {at_least}"
         f"{size(needs)}, {size(needs - request.memory_bytes)} more ({which}). Give --memory {_up(needs)} or more, more "
         f"ranks, a smaller micro size, or shorter sequences."
     )

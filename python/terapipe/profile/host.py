@@ -93,7 +93,7 @@ def _step_seconds(action_s: float, link: LinkModel) -> float:
 
 
 def _action_seconds() -> float:
-    """Of the interpreter, the stage and autograd for one action, right behind work: their code and data are cold."""
+    """Seconds of the interpreter, the stage and autograd for one action right behind work: code and data are cold."""
     slices, worked, evicted = 16, list[float](), torch.zeros(EVICTED_BYTES // 4)
 
     def work() -> None:
@@ -107,7 +107,8 @@ def _action_seconds() -> float:
 
 
 def _resting_action_seconds(rest_s: float) -> float:
-    """The same in stages whose layers sleep for `rest_s` together; the mean of all ranks, which do so at once."""
+    """Seconds of one action in stages whose layers sleep for `rest_s` together; the mean of all ranks, which
+    do so at once."""
     slices = 4
     step_s = _step_of_nothing(
         ranks=1, slices=slices, links="local", rest=lambda: time.sleep(rest_s / LAYERS_A_STAGE), layers=LAYERS_A_STAGE
@@ -120,7 +121,7 @@ def _resting_action_seconds(rest_s: float) -> float:
 def _step_of_nothing(
     *, ranks: int, slices: int, links: str, rest: Callable[[], None] | None = None, layers: int = 1
 ) -> float:
-    """Seconds of an engine's step whose layers, so many a rank, do next to nothing, one token a slice."""
+    """Seconds of an engine's step whose layers, so many a rank, do next to nothing, one token per slice."""
     plan = make_plan(layers=ranks * layers, ranks=ranks, slices=slices, tokens=slices)
     parts = [_Nothing(first=index == 0, rest=rest) for index in range(ranks * layers)]
     tokens = torch.zeros(1, slices, dtype=torch.int64)
@@ -135,7 +136,7 @@ def _step_of_nothing(
 
 
 def _norm_seconds(bench: Bench) -> float:
-    """Of the gradient's norm, for each parameter."""
+    """Seconds of the gradient's norm per parameter."""
     gradients = [p.grad for p in bench.parameters if p.grad is not None]
 
     def run() -> None:
@@ -145,7 +146,7 @@ def _norm_seconds(bench: Bench) -> float:
 
 
 def _update_seconds(bench: Bench, settings: OptimizerSettings) -> float:
-    """Of the optimizer's update, for each parameter."""
+    """Seconds of the optimizer's update per parameter."""
     named = {f"{name}.{local}": p for name, layer in bench.layers.items() for local, p in layer.named_parameters()}
     optimizer = Optimizer(named, settings, steps=1000)
     seconds = _median_seconds(lambda: optimizer.step(1.0))

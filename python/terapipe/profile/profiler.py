@@ -19,9 +19,10 @@ import torch.distributed as dist
 
 from terapipe.models.config import EMBEDDING, HEAD, ModelConfig
 from terapipe.planner.analytic import layer_bytes
-from terapipe.planner.costs import BLOCK, DTYPE_BYTES, PASSES, CostModel, LayerCosts, LinkModel, Overheads
+from terapipe.planner.costs import BLOCK, DTYPE_BYTES, FREE_LINK, PASSES, CostModel, LayerCosts, LinkModel, Overheads
 from terapipe.planner.fit import FitError, Point
 from terapipe.planner.pass_costs import CurveCost
+from terapipe.planner.request import counted
 from terapipe.profile.host import measure_overheads
 from terapipe.profile.links import measure_links
 from terapipe.profile.stages import Bench, Samples
@@ -61,7 +62,7 @@ class Grid:
 class Profiler:
     """Samples costs in rounds and makes a cost model of all samples so far; the same calls on every rank.
 
-    tokens: of the longest sequence. ValueError for a model whose positions end before it.
+    tokens: length of the longest sequence. ValueError for a model whose positions end before it.
     """
 
     def __init__(
@@ -121,14 +122,15 @@ class Profiler:
             )
             for kind in (EMBEDDING, BLOCK, HEAD)
         }
+        threads = counted(torch.get_num_threads(), "thread")
         return CostModel(
             source="measured",
-            hardware=f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads a rank",
+            hardware=f"{platform.processor() or platform.machine()}, {threads} per rank",
             model=self.model,
             dtype=self.dtype,
             max_tokens=self.tokens,
             layers=layers,
-            links=self._links or {"local": LinkModel(0.0, 1e15)},
+            links=self._links or {"local": FREE_LINK},
             overheads=Overheads(*(statistics.median(values) for values in zip(*self._overheads, strict=True))),
             notes={
                 "error on held-out points": {
@@ -145,7 +147,7 @@ class Profiler:
 
 
 def held_out_error(points: Sequence[Point]) -> FitError:
-    """Of a curve fitted without every fourth point, on those points; the ends of the curve always stay."""
+    """The error of a curve fitted without every fourth point on those points; the ends of the curve always stay."""
     ends = {min(points).length, max(points).length}
     inner = [point for point in sorted(points) if point.length not in ends]
     held = inner[1::HELD_OUT]
