@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -58,17 +57,10 @@ def run(modules: Mapping[str, Path], name: str, *, json_file: Path | None, plot_
         from terapipe import environment
 
         json_file.parent.mkdir(parents=True, exist_ok=True)
-        report = {"benchmark": name, "environment": _without_paths(environment.collect().to_dict()), "rows": rows}
+        report = {"benchmark": name, "environment": environment.collect().to_shared_dict(), "rows": rows}
         json_file.write_text(json.dumps(report, indent=1, default=str) + "\n")
     if plot_file is not None:
         module.plot(rows, plot_file)
-
-
-def _without_paths(found: Any) -> Any:
-    """An environment for a file that others read: "3.11.7 (/home/me/.venv/bin/python)" loses where it lies."""
-    if isinstance(found, dict):
-        return {key: _without_paths(value) for key, value in found.items()}
-    return re.sub(r" \((/|[A-Za-z]:\\)[^()]*\)$", "", found) if isinstance(found, str) else found
 
 
 def table(rows: Sequence[Row]) -> str:

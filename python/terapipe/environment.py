@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -51,6 +52,11 @@ class Environment:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def to_shared_dict(self) -> dict[str, Any]:
+        """For a file that others read: "3.11.7 (/home/me/.venv/bin/python)" loses where it lies."""
+        shared: dict[str, Any] = _without_paths(self.to_dict())
+        return shared
+
     def __str__(self) -> str:
         lines: list[str] = []
         for title, table in (("versions", self.versions), ("compilers", self.compilers), ("cpu", self.cpu)):
@@ -69,6 +75,12 @@ class Environment:
             ["variables set", *(f"  {key}={value}" for key, value in self.variables.items())] if self.variables else []
         )
         return "\n".join(lines)
+
+
+def _without_paths(found: Any) -> Any:
+    if isinstance(found, dict):
+        return {key: _without_paths(value) for key, value in found.items()}
+    return re.sub(r" \((/|[A-Za-z]:\\)[^()]*\)$", "", found) if isinstance(found, str) else found
 
 
 def collect() -> Environment:

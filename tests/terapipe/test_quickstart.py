@@ -31,6 +31,7 @@ def test_it_writes_everything_it_promises(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "summary.json").read_text())
     losses = {"validation_loss_before", "validation_loss_after"}
     assert losses | {"step_s", "speedup", "bound", "slices", "train_s"} <= set(summary)
+    assert summary["environment"]["versions"]["python"].startswith("3.") and str(Path.home()) not in str(summary)
     assert {"single", "pipeline", "sliced"} <= set(summary["step_s"])
     assert summary["speedup"] == pytest.approx(summary["step_s"]["pipeline"] / summary["step_s"]["sliced"])
     assert summary["bound"] == pytest.approx(2 * summary["slices"] / (summary["slices"] + 1))

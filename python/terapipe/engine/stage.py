@@ -77,9 +77,8 @@ class Stage:
         self._losses: dict[tuple[int, int], Tensor] = {}
         self._caches: dict[int, list[Any]] = {}  # micro -> one cache (or None) per layer
         self._free: list[list[Any]] = []
-        self._accumulators: list[Any] = [None] * len(
-            self.layers
-        )  # one per layer, shared by all micros: their backwards never interleave
+        # One per layer, shared by all micros: their backwards never interleave.
+        self._accumulators: list[Any] = [None] * len(self.layers)
         self._masks: dict[int, tpkernels.Mask] = {}
         self._evaluating = False
         final = next(reversed(self.layers.values()))

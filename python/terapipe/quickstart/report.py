@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from terapipe import environment
 from terapipe.train.config import TrainConfig
 from terapipe.viz import write_comparison_png, write_html, write_perfetto
 from terapipe.viz.png import Panel
@@ -18,7 +19,7 @@ Summary = dict[str, Any]
 
 
 def summary_of(config: TrainConfig, result: TrainResult, comparison: Comparison) -> Summary:
-    """Losses in nats a byte, times in seconds, `speedup` two stages without slices over two with them."""
+    """Losses in nats a byte, times in seconds, `speedup` two stages without slices over two with them; the machine."""
     return {
         "validation_loss_before": result.validation_loss_before,
         "validation_loss_after": result.validation_loss_after,
@@ -30,6 +31,7 @@ def summary_of(config: TrainConfig, result: TrainResult, comparison: Comparison)
         "steps": result.steps,
         "tokens": config.tokens,
         "train_s": result.train_s,
+        "environment": environment.collect().to_shared_dict(),
     }
 
 

@@ -269,11 +269,12 @@ class TrainConfig:
             )
         if self.data.source == "synthetic" and self.data.train:
             raise ValueError("data.train names files, but data.source is 'synthetic'; add --data.source text (or bin).")
-        for key, source in (("validation", "text (or bin)"), ("document_end", "bin"), ("document_tokens", "synthetic")):
-            if getattr(self.data, key) != getattr(DataSettings(), key) and self.data.source not in source:
+        users = {"validation": ("text", "bin"), "document_end": ("bin",), "document_tokens": ("synthetic",)}
+        for key, sources in users.items():
+            if getattr(self.data, key) != getattr(DataSettings(), key) and self.data.source not in sources:
                 raise ValueError(
                     f"data.{key} is given, but data.source {self.data.source!r} does not use it; add --data.source "
-                    f"{source}, or leave it out."
+                    f"{' or '.join(sources)}, or leave it out."
                 )
         if self.data.source != "synthetic" and not self.data.train:
             raise ValueError(

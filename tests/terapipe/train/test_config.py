@@ -105,7 +105,7 @@ def test_sizes_that_follow_are_derived_again() -> None:
         (TrainConfig(optimizer=OptimizerSettings(learning_rate=float("inf"))), ["optimizer.learning_rate is inf"]),
         (TrainConfig(seed=-1), ["seed is -1"]),
         (TrainConfig(seed=1 << 64), ["seed is 18446744073709551616", "below 2^64"]),
-        (TrainConfig(data=DataSettings(validation=(Path("."),))), ["data.validation is given", "source text (or bin)"]),
+        (TrainConfig(data=DataSettings(validation=(Path("."),))), ["data.validation is given", "source text or bin"]),
         (
             TrainConfig(data=DataSettings(source="text", train=(Path("."),), document_end=0)),
             ["data.document_end is given", "--data.source bin"],
