@@ -34,13 +34,16 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Any:
         ),
     )
 
-    def run(sender: tuple[str, LinkSpec], receiver: tuple[str, LinkSpec]) -> dict[int, str]:
+    def run(
+        sender: tuple[str, LinkSpec], receiver: tuple[str, LinkSpec], *, receiver_trouble: str = ""
+    ) -> dict[int, str]:
         heard: dict[int, str] = {}
 
         def end(own: int, kind: str, spec: LinkSpec) -> None:
             rank.value = own
             try:
-                agreement.agree(kind, spec, None)  # type: ignore[arg-type]
+                trouble = receiver_trouble if own == 5 else ""
+                agreement.agree(kind, spec, None, trouble=trouble)  # type: ignore[arg-type]
             except LinkError as error:
                 heard[own] = str(error)
 
@@ -88,3 +91,9 @@ def test_both_ends_hear_what_differs(ends: Any, change: dict[str, Any], said: st
 def test_two_kinds_and_several_differences_are_named_together(ends: Any) -> None:
     heard = ends(("shm", SPEC), ("dist", replace(SPEC, slots=7)))
     assert "kind shm on rank 3, dist on rank 5; slots 2 on rank 3, 7 on rank 5" in heard[3]
+
+
+def test_the_trouble_of_one_end_is_told_to_the_other(ends: Any) -> None:
+    heard = ends(("peer", SPEC), ("peer", SPEC), receiver_trouble="there is no GPU.")
+    assert heard[5] == f"{SPEC}: there is no GPU."
+    assert heard[3] == f"{SPEC}: rank 5 cannot open it: there is no GPU."

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpkernels.links import Key, LinkError, LinkSpec, PeerLink, open_link, peer_missing
+from tpkernels.links import Key, LinkError, LinkSpec, PeerLink, open_link, peer, peer_missing
 
 if torch.cuda.is_available():
     pytest.skip("with a GPU triton compiles, and CPU tensors have no kernels", allow_module_level=True)
@@ -352,6 +352,11 @@ def test_a_killed_peer_is_named(start: Callable[..., PeerLink]) -> None:
     link.close()
 
 
+def _say_trouble(kind: str, spec: LinkSpec, group: Any, *, trouble: str) -> None:
+    """`agree` where the other end knows of no trouble."""
+    raise LinkError(f"{spec}: {trouble}")
+
+
 def test_without_two_gpus_the_reason_is_said_and_force_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from terapipe import environment
     from tpkernels.triton import launch
@@ -359,6 +364,7 @@ def test_without_two_gpus_the_reason_is_said_and_force_is_an_error(monkeypatch: 
     row = next(row for row in environment.collect().links if row.name == "peer")
     assert not row.usable and row.note == peer_missing() == "there is no CUDA device"
     group: Any = object()
+    monkeypatch.setattr(peer, "agree", _say_trouble)
     with pytest.raises(LinkError, match=r"too few bits for torch\.float64"):
         open_link("peer", make_spec(dtype=torch.float64), group=group)
     monkeypatch.setattr(launch, "INTERPRETED", False)

@@ -8,6 +8,7 @@ dist    torch.distributed isend and posted irecv on a group of the link's own; g
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch.distributed as dist
@@ -48,7 +49,11 @@ def open_link(kind: str, spec: LinkSpec, *, group: dist.ProcessGroup | None = No
     if kind == "local":
         return LocalLink(spec)
     if kind not in KINDS:
-        raise ValueError(f"unknown kind of link {kind!r}; choose {', '.join(KINDS)}.")
+        unknown = f"unknown kind of link {kind!r}; choose {', '.join(KINDS)}."
+        if group is not None:  # the other end may know its kind, and waits
+            with contextlib.suppress(LinkError):
+                agree(kind, spec, group, trouble=unknown)
+        raise ValueError(unknown)
     if group is None:
         raise ValueError(f"{spec}: a link of kind {kind!r} needs a process group that holds both of its ranks.")
     if kind == "dist":

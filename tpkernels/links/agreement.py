@@ -30,16 +30,21 @@ def hear(source: int, group: dist.ProcessGroup, *, device: torch.device = CPU) -
     return bytes(letter.tolist()).decode(errors="replace").rstrip()
 
 
-def agree(kind: str, spec: LinkSpec, group: dist.ProcessGroup) -> None:
-    """LinkError, on both ranks, that names what differs: the kind of link or anything of the spec but the device."""
+def agree(kind: str, spec: LinkSpec, group: dist.ProcessGroup, *, trouble: str = "") -> None:
+    """LinkError, on both ranks, that names what differs: the kind of link or anything of the spec but the device; or
+    either's `trouble`, why it cannot open the link."""
     mine = _words(kind, spec)
     sends = dist.get_rank() == spec.source
     own, other = (spec.source, spec.destination) if sends else (spec.destination, spec.source)
     device = spec.device if dist.get_backend(group) == "nccl" else CPU
     heard = "" if sends else hear(other, group, device=device)
-    tell("\n".join(mine.values()), other, group, device=device)
+    tell(f"!{trouble}" if trouble else "\n".join(mine.values()), other, group, device=device)
     if sends:
         heard = hear(other, group, device=device)
+    if trouble:
+        raise LinkError(f"{spec}: {trouble}")
+    if heard.startswith("!"):
+        raise LinkError(f"{spec}: rank {other} cannot open it: {heard[1:]}")
     theirs = dict(zip(mine, heard.split("\n"), strict=False))
     differing = [
         f"{what} {asked} on rank {own}, {theirs.get(what)} on rank {other}"

@@ -21,6 +21,8 @@ Key = tuple[int, int, int]
 Transfers = Sequence[tuple[Key, tuple[int, ...]]]
 """Keys and shapes of a step's transfers, in the order in which the sender puts them."""
 
+NO_DESCRIPTOR = "raise the limit of open files (ulimit -n)"
+
 
 @dataclass(frozen=True)
 class LinkSpec:

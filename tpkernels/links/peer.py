@@ -4,7 +4,7 @@ Triton's or, by request, those in CUDA C++.
 
 Nothing here waits on the host: a call launches kernels on the current stream, and one link is used from one stream. A
 wait that fails says so in words that the host reads at its next call and at `finish`, which alone synchronises. A
-thread of the link counts its beat up and watches the peer's; when the peer is gone, it ends the waits.
+thread of the link watches the peer; when that is gone or stands still, it ends the waits.
 
 The trap: after a failed wait kernels skip without a word, so what they should have written is garbage until the error
 is raised; `finish` of a step always does.
@@ -42,7 +42,7 @@ from tpkernels.links.base import (
     name,
 )
 from tpkernels.links.door import Door, inside
-from tpkernels.links.shm import MEET_S, SILENCE_S, TIMEOUT_S, meet
+from tpkernels.links.shm import MEET_S, SILENCE_S, TIMEOUT_S, meet, shm_missing
 
 if sys.platform == "linux":
     from tpkernels.links import peer_memory
@@ -53,8 +53,8 @@ if sys.platform == "linux":
 def peer_missing(device: torch.device | None = None, language: str = "triton") -> str:
     """Why this process cannot use peer links by kernels in `language`, for tensors on `device` if that is given; empty
     when it can. On a CPU they are for tests, in Triton's interpreter."""
-    if sys.platform != "linux":
-        return f"needs Linux, this is {sys.platform}"
+    if missing := shm_missing():  # the two ends meet as those of `shm`
+        return missing
     if language == "triton":
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed (pip install triton)"
@@ -169,9 +169,7 @@ class PeerLink:
         missing = peer_missing(spec.device, "cuda" if isinstance(kernels, cuda_peer.CudaPeer) else "triton")
         if spec.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             missing = f"its kernels add in fp32, too few bits for {spec.dtype}"
-        if missing:
-            raise LinkError(f"{spec}: links 'peer' cannot be had: {missing}.")
-        agree(PeerLink.kind, spec, group)
+        agree(PeerLink.kind, spec, group, trouble=f"links 'peer' cannot be had: {missing}." if missing else "")
         sender = dist.get_rank() == spec.source
         try:
             met, generation = meet(

@@ -190,7 +190,11 @@ class _Driver:
 
     def allocate(self, num_bytes: int) -> int:
         address = ctypes.c_uint64()
-        self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+        try:
+            self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+        except OSError as error:
+            remedy = "hand on less at once (shorter slices, fewer slots) or leave this memory to the link"
+            raise OSError(f"{num_bytes} bytes for slots and flags: {error}; {remedy}") from error
         return int(address.value)
 
     def free(self, address: int) -> None:

@@ -8,6 +8,7 @@ peer write to it, so `verify` and `release` ask the slot whether it still holds 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import secrets
@@ -16,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from tpkernels.links.base import Key, LinkError, LinkSpec, Order, Speed, Transfe
 from tpkernels.links.door import CLOSE_S, STAYED, log
 
 if sys.platform == "linux":
-    from tpkernels.links.segment import Offer, Segment, connect
+    from tpkernels.links.segment import Offer, Segment, call, fetch
 
 try:
     from tpkernels import _core
@@ -47,6 +48,8 @@ STATES = {
     "ended": "had not come when another rank failed",
 }
 FIRST_EXCHANGE = -1  # the stage of transfers that only measure
+
+Result = TypeVar("Result")
 
 
 def shm_missing() -> str:
@@ -121,8 +124,11 @@ class ShmLink:
         agree(ShmLink.kind, spec, group)
         try:
             met, generation = meet(spec, group, lambda generation: offer_segment(spec, generation))
-            sender = dist.get_rank() == spec.source
-            return ShmLink(spec, met, generation, sender=sender, **options)
+            try:
+                return ShmLink(spec, met, generation, sender=dist.get_rank() == spec.source, **options)
+            except BaseException:
+                met.close()  # the peer sees it
+                raise
         except (OSError, ValueError) as error:
             raise LinkError(f"{spec}: the two ends did not come together: {error}") from error
 
@@ -288,27 +294,47 @@ def _lost(spec: LinkSpec, peer: int, key: Key, trouble: Any) -> LinkError:
 
 def meet(spec: LinkSpec, group: dist.ProcessGroup, offer: Callable[[int], Offer]) -> tuple[Segment, int]:
     """The two ends meet through `group`: the memory that the receiver's `offer(generation)` made, and the generation.
-    OSError on both when either cannot."""
-    if dist.get_rank() == spec.source:
-        address, generation = _hear(spec, group)
-        return connect(address, MEET_S), generation
-    generation = secrets.randbits(31)
-    try:
-        offered = offer(generation)
-    except Exception as error:  # whatever it is, the sender waits to hear of it
-        _say(spec, group, f"!rank {spec.destination} cannot share its slots: {error}")
-        raise
-    _say(spec, group, f"{offered.address} {generation}")
-    return offered.accept(MEET_S), generation
+    OSError on both, naming the rank that could not. Each waits for a letter of the other, whatever became of it."""
+    sends = dist.get_rank() == spec.source
+    own, other = (spec.source, spec.destination) if sends else (spec.destination, spec.source)
+
+    def does(what: str, action: Callable[[], Result], letter: Callable[[Result], str]) -> Result:
+        try:
+            result = action()
+        except Exception as error:  # whatever it is, the other waits to hear of it
+            _say(f"!rank {own} cannot {what}: {error}", other, group)
+            raise OSError(f"rank {own} cannot {what}: {error}") from error
+        _say(letter(result), other, group)
+        return result
+
+    if sends:
+        address, generation = _hear(other, group).split()
+        connection = does("reach the slots of its peer", lambda: call(address), lambda _: "connected")
+        try:
+            _hear(other, group)
+        except BaseException:
+            connection.close()
+            raise
+        met = does("map the slots of its peer", lambda: fetch(connection, MEET_S), lambda _: "mapped")
+        return met, int(generation)
+    made = secrets.randbits(31)
+    offered = does("share its slots", lambda: offer(made), lambda offered: f"{offered.address} {made}")
+    with contextlib.ExitStack() as undo:
+        undo.callback(offered.withdraw)
+        _hear(other, group)
+        met = does("hand over its slots", lambda: offered.accept(MEET_S), lambda _: "handed over")
+        undo.callback(met.close)
+        _hear(other, group)
+        undo.pop_all()
+    return met, made
 
 
-def _say(spec: LinkSpec, group: dist.ProcessGroup, text: str) -> None:
-    tell(text, spec.source, group)
+def _say(text: str, to: int, group: dist.ProcessGroup) -> None:
+    tell(text, to, group)
 
 
-def _hear(spec: LinkSpec, group: dist.ProcessGroup) -> tuple[str, int]:
-    text = hear(spec.destination, group)
+def _hear(source: int, group: dist.ProcessGroup) -> str:
+    text = hear(source, group)
     if text.startswith("!"):
         raise OSError(text[1:])
-    address, generation = text.split()
-    return address, int(generation)
+    return text

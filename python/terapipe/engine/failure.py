@@ -102,7 +102,17 @@ class FailureBoard:
         self.rank, self.ranks = rank, ranks
         store = dist.distributed_c10d._get_default_store() if ranks > 1 and dist.is_initialized() else None
         # A prefix of its own: a new pipeline must not find the failure of the one before.
-        self._store = None if store is None else dist.PrefixStore(f"terapipe/{next(_boards)}", store)
+        self.name, self._default = "" if store is None else f"terapipe/{next(_boards)}", store
+        self._store = None if store is None else self.connect()
+
+    def connect(self) -> dist.Store:
+        """The store by a connection of its own: a wait of another thread holds one."""
+        assert self._default is not None, "a rank that is alone has no store"
+        try:
+            own: dist.Store = self._default.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+        except RuntimeError:  # no descriptor is left, or a kind that cannot
+            own = self._default
+        return dist.PrefixStore(self.name, own)
 
     def record(self, failure: Failure) -> Failure:
         """Write a failure down unless another rank was first; returns the one that counts."""

@@ -48,6 +48,7 @@ from terapipe.engine.failure import (
 from terapipe.engine.handoff import TIMES, HandOff, hand_offs, summarize
 from terapipe.engine.interpreter import ActionError, RankProgram, forward_actions, key_of, one_over, run_together
 from terapipe.engine.loss import cross_entropy_sum
+from terapipe.engine.opening import OPENING, Process
 from terapipe.engine.reduction import copy_tied_values, squared_norms, sum_tied_gradients
 from terapipe.engine.results import EvaluationResult, MemoryReport, StepResult
 from terapipe.engine.stage import Loss, Stage
@@ -98,18 +99,24 @@ class Pipeline:
             dict(layers) if isinstance(layers, Mapping) else {str(index): layer for index, layer in enumerate(layers)}
         )
         self.plan, self._dtype, self._hidden_size = plan, dtype, hidden_size
-        self._device, self._recompute = torch.device(device), recompute
+        self._recompute = recompute
         processes = dist.get_world_size() if dist.is_initialized() else 1
-        self._local = choose_links(links, plan, processes)
+        self._local = links == "local" or processes == 1
         self.rank = 0 if self._local else dist.get_rank()
         self.ranks = plan.ranks
-        check_layers(named, plan)
         owned_ranks = range(plan.ranks) if self._local else (self.rank,)
         stages: dict[int, dict[int, Stage]] = {rank: {} for rank in owned_ranks}
         own: dict[str, nn.Module] = {}
         trials: list[KnownIds] = []
         trouble: Exception | None = None
+        doing = "checking its arguments"
         try:
+            self._device = torch.device(device)
+            self._local = choose_links(links, plan, processes)
+            if not isinstance(link_timeout, timedelta) or link_timeout <= timedelta():
+                raise ValueError(f"link_timeout is {link_timeout!r}; give a datetime.timedelta longer than zero.")
+            check_layers(named, plan)
+            doing = "building its layers"
             for rank in owned_ranks:
                 for index in plan.schedule.rank_stages(rank):
                     stages[rank][index] = self._build_stage(index, named, loss)
@@ -117,7 +124,7 @@ class Pipeline:
                     trials.append(try_out(stages[rank][index], hidden_size=hidden_size))
         except Exception as error:  # the other ranks wait to hear from this one
             trouble = error
-        failure = None if trouble is None else Failure(self.rank, "building its layers", words(trouble))
+        failure = None if trouble is None else Failure(self.rank, doing, words(trouble))
         given = {
             "plan": plan.to_json(),
             "layers": json.dumps(list(named)),
@@ -126,7 +133,7 @@ class Pipeline:
             "dtype": str(dtype),
             "links": f"{links} {link_slots}",
         }
-        reports = self._tell_all(Start(own_parameters(own, self.rank), given, failure, joined(trials)))
+        reports = self._tell_all(Start(own_parameters(own, self.rank), given, failure, Process.own(), joined(trials)))
         check_starts(reports, here=self.rank, trouble=trouble)
         self._ids = joined(report.ids for report in reports)
         self.census = take_census([report.parameters for report in reports], list(named), ties)
@@ -147,33 +154,31 @@ class Pipeline:
             plan.schedule, self._slots, dtype, self._device, (plan.micro_size, max(plan.slices), hidden_size)
         )
         self._board = FailureBoard(self.rank, 1 if self._local else plan.ranks)
-        try:
-            self._wiring: Wiring = (
-                open_local_wiring(specs)
-                if self._local
-                else open_process_wiring(
-                    specs,
-                    self.rank,
-                    links=links,
-                    families=self.census.families,
-                    owner=self.census.owner,
-                    timeout=link_timeout,
-                )
-            )
-        except LinkError:  # on every rank
-            raise
-        except Exception as error:  # on one, say for want of descriptors; the others' wait for it fails later
-            origin = self._board.record(Failure(self.rank, "opening its links", words(error)))
-            if origin.rank == self.rank:
-                raise
-            raise PipelineError(origin, here=self.rank) from error
-        self._watchdog = (
-            None
+        self._wiring: Wiring = (
+            open_local_wiring(specs)
             if self._local
-            else Watchdog(
-                self._board, give_up=self._wiring.give_up, lost=self._wiring.lost, stall_seconds=stall_seconds
+            else open_process_wiring(
+                specs,
+                self.rank,
+                links=links,
+                families=self.census.families,
+                owner=self.census.owner,
+                processes=[report.process for report in reports],
+                board=self._board,
+                timeout=link_timeout,
             )
         )
+        self._watchdog: Watchdog | None = None
+        if not self._local:
+            wires = self._wiring
+            try:
+                self._watchdog = Watchdog(
+                    self._board, give_up=wires.give_up, lost=wires.lost, stall_seconds=stall_seconds
+                )
+            except BaseException as error:  # no thread was to be had; the others are at their first step
+                self._board.record(Failure(self.rank, OPENING, words(error)))
+                self._wiring.close()
+                raise
         at = self._watchdog.at if self._watchdog is not None else lambda position: None
         self._programs = [
             RankProgram(rank, plan.schedule, stages[rank], self._wiring.links, at=at) for rank in owned_ranks
@@ -187,7 +192,8 @@ class Pipeline:
         self._closed = False
         self._let_go = weakref.finalize(self, _let_go, self._board, self._watchdog, self._wiring, os.getpid())
         self._let_go.atexit = False  # a process that ends tells its peers by that
-        copy_tied_values(self._parameters, self.census, self._wiring)
+        with self.failing_in("copying the values of tied parameters"):
+            copy_tied_values(self._parameters, self.census, self._wiring)
 
     def step(self, batch: Batch) -> StepResult:
         """Gradients of the mean loss over `batch`, replacing those of the step before, and the loss itself.
@@ -322,7 +328,7 @@ class Pipeline:
     def _tell_all(self, start: Start) -> list[Start]:
         if self._local:
             return [start]
-        starts: list[Any] = [None] * self.plan.ranks
+        starts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(starts, start)
         return starts
 

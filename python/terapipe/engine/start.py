@@ -16,6 +16,7 @@ from torch import nn
 from terapipe.engine.batch import KnownIds
 from terapipe.engine.census import OwnedParameter, own_parameters, refuse_shared
 from terapipe.engine.failure import Failure, PipelineError
+from terapipe.engine.opening import Process
 from terapipe.schedule import Plan
 from terapipe.world import launched_world
 
@@ -26,11 +27,12 @@ LayerSource = nn.Module | Callable[[], nn.Module]
 @dataclass(frozen=True)
 class Start:
     """What every rank tells all others before the first step: what it holds, what it was given, the ids that its layers
-    know, or why it cannot start."""
+    know, its process, or why it cannot start."""
 
     parameters: list[OwnedParameter]
     given: dict[str, str]
     failure: Failure | None
+    process: Process
     ids: KnownIds = field(default_factory=KnownIds)
 
 

@@ -26,11 +26,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from terapipe.engine.failure import FailureBoard
+from terapipe.engine.opening import Opening, Process, break_groups
 from terapipe.schedule import Link as PlannedLink
 from terapipe.schedule import Schedule, SlotAssignment
 from tpkernels.links import Link, LinkError, LinkSpec, LocalLink, Transfers, open_link, peer_missing, shm_missing
 from tpkernels.links.base import closed_error
-from tpkernels.links.dist import break_group, reason, timed_out
+from tpkernels.links.dist import reason, timed_out
 from tpkernels.links.door import Door, inside
 from tpkernels.links.shm import SPIN_S
 
@@ -99,36 +101,43 @@ def open_process_wiring(
     links: str,
     families: Sequence[tuple[str, ...]],
     owner: Mapping[str, int],
+    processes: Sequence[Process],
+    board: FailureBoard,
     timeout: timedelta = timedelta(minutes=30),
 ) -> Wiring:
     """This process is `rank`; a collective call: every rank makes it with the same arguments.
 
-    links: "auto", "shm", "peer" or "dist".  LinkError on every rank when "shm" or "peer" cannot be had for every
-    link."""
-    everyone = dist.new_group(backend="gloo", timeout=timeout)
-    device = next((spec.device for spec in specs.values()), torch.device("cpu"))
-    places: list[_Place] = _exchange(_Place.here(device, links), everyone)
-    shared = _open_shared(specs, rank, places, everyone, links=links, timeout=timeout)
-    opened: dict[PlannedLink, Link] = {}
-    for planned, spec in specs.items():
-        here = rank in (spec.source, spec.destination)
-        if planned in shared.links:
-            opened[planned] = shared.links[planned]
-        elif planned in shared.refused:
-            group = dist.new_group([spec.source, spec.destination], timeout=timeout)
+    processes: of all ranks. links: "auto", "shm", "peer" or "dist".  LinkError on every rank when "shm" or "peer"
+    cannot be had for every link. When a rank fails at it, all leave, that one with its own error and the others with a
+    PipelineError."""
+    opening, threads = Opening(rank, processes, board, timeout), torch.get_num_threads()
+
+    def open_all() -> Wiring:
+        everyone = opening.group(backend="gloo")
+        assert everyone is not None
+        device = next((spec.device for spec in specs.values()), torch.device("cpu"))
+        places: list[_Place] = _exchange(_Place.here(device, links, threads), everyone)
+        refused = _open_shared(specs, rank, places, everyone, opening, links=links)
+        for planned, spec in specs.items():
+            here = rank in (spec.source, spec.destination)
+            if planned in refused:
+                group = opening.group([spec.source, spec.destination])
+                if here:
+                    opening.links[planned] = open_link("dist", spec, group=group)
             if here:
-                opened[planned] = open_link("dist", spec, group=group)
-        if here:
-            _log(opened[planned], shared.refused.get(planned, ""))
-    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    tied: dict[str, tuple[int, dist.ProcessGroup | None]] = {}
-    for family in families:
-        ranks = tuple(sorted({owner[name] for name in family}))
-        if len(ranks) > 1 and ranks not in groups:
-            groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
-        tied |= {name: (owner[name], groups.get(ranks)) for name in family}
-    one_clock = len({place.boot for place in places}) == 1
-    return _ProcessWiring(opened, everyone, tied, one_clock)
+                _log(opening.links[planned], refused.get(planned, ""))
+        groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        tied: dict[str, tuple[int, dist.ProcessGroup | None]] = {}
+        for family in families:
+            ranks = tuple(sorted({owner[name] for name in family}))
+            if len(ranks) > 1 and ranks not in groups:
+                groups[ranks] = opening.group(ranks)
+            tied |= {name: (owner[name], groups.get(ranks)) for name in family}
+        _exchange(None, everyone)  # all are here, or none is
+        one_clock = len({place.boot for place in places}) == 1
+        return _ProcessWiring(dict(opening.links), everyone, tied, one_clock)
+
+    return opening.run(open_all)
 
 
 @dataclass(frozen=True)
@@ -146,7 +155,7 @@ class _Place:
     reached: tuple[int, ...] = ()
 
     @staticmethod
-    def here(device: torch.device, links: str) -> _Place:
+    def here(device: torch.device, links: str, threads: int) -> _Place:
         kind = "peer" if links == "peer" else "shm"  # peer is by request until it has run on GPUs
         if kind == "peer":
             missing = peer_missing(device)
@@ -164,15 +173,7 @@ class _Place:
             others = [index for index in range(torch.cuda.device_count()) if index != gpu]
             reached = tuple(index for index in others if torch.cuda.can_device_access_peer(gpu, index))
         host = (boot, network, os.getuid())
-        return _Place(kind, missing, boot, host, cores, torch.get_num_threads(), gpu, reached)
-
-
-@dataclass(frozen=True)
-class _Shared:
-    """This rank's links through shared or peer memory, and of all links that have none the reason."""
-
-    links: dict[PlannedLink, Link]
-    refused: dict[PlannedLink, str]
+        return _Place(kind, missing, boot, host, cores, threads, gpu, reached)
 
 
 def _open_shared(
@@ -180,37 +181,38 @@ def _open_shared(
     rank: int,
     places: Sequence[_Place],
     everyone: dist.ProcessGroup,
+    opening: Opening,
     *,
     links: str,
-    timeout: timedelta,
-) -> _Shared:
+) -> dict[PlannedLink, str]:
+    """Opens this rank's links through shared or peer memory; returns of all links that have none the reason."""
     if links == "dist":
-        return _Shared({}, dict.fromkeys(specs, "not asked for"))
+        return dict.fromkeys(specs, "not asked for")
     neighbours = [place for place in places if place.host == places[rank].host]
     spins = sum(place.threads for place in neighbours) <= places[rank].cores
     refused = {planned: why for planned, spec in specs.items() if (why := _apart(places, spec))}
-    opened: dict[PlannedLink, Link] = {}
     mine: dict[PlannedLink, str] = {}
     for planned, spec in specs.items():
         if planned in refused or rank not in (spec.source, spec.destination):
             continue
-        kind, options = places[rank].kind, {"timeout_s": timeout.total_seconds()}
+        kind, options = places[rank].kind, {"timeout_s": opening.timeout.total_seconds()}
         if kind == "shm":
             options["spin_s"] = SPIN_S if spins else 0.0
         try:
-            opened[planned] = open_link(kind, spec, group=everyone, **options)
-        except LinkError as error:
-            mine[planned] = str(error)
+            opening.links[planned] = open_link(kind, spec, group=everyone, **options)
+        except LinkError as error:  # of both ends, which go on in step
+            mine[planned] = str(error).removeprefix(f"{spec}: ")
     for failures in _exchange(mine, everyone):  # either end's
         refused |= failures
-    for planned in refused.keys() & opened.keys():
-        opened.pop(planned).close()
+    for planned in refused.keys() & opening.links.keys():
+        opening.links.pop(planned).close()
     if refused and links != "auto":
-        for link in opened.values():
-            link.close()
         reasons = "\n".join(f"  {specs[planned]}: {why}" for planned, why in refused.items())
-        raise LinkError(f"links {links!r} were asked for, but cannot be had (links 'auto' uses what can):\n{reasons}")
-    return _Shared(opened, refused)
+        opening.agreed = LinkError(
+            f"links {links!r} were asked for, but cannot be had (links 'auto' uses what can):\n{reasons}"
+        )
+        raise opening.agreed
+    return refused
 
 
 def _apart(places: Sequence[_Place], spec: LinkSpec) -> str:
@@ -354,10 +356,7 @@ class _ProcessWiring:
         self._break_groups()
 
     def _break_groups(self) -> None:
-        for group in self._groups():
-            if dist.get_backend(group) == "gloo":
-                here = dist.get_rank()
-                break_group(group, next(rank for rank in dist.get_process_group_ranks(group) if rank != here))
+        break_groups(self._groups())
 
     def _groups(self) -> set[dist.ProcessGroup]:
         groups = {group for _, group in self._tied.values() if group is not None}

@@ -8,11 +8,12 @@ import pytest
 from torch import nn
 
 from terapipe.engine.failure import Failure, PipelineError
+from terapipe.engine.opening import Process
 from terapipe.engine.start import Start, check_layers, check_starts, choose_links
 from terapipe.schedule import make_plan
 
 PLAN = make_plan(layers=3, ranks=2, slices=2, tokens=8)
-ALIKE = Start([], {"plan": "one plan", "dtype": "torch.float32"}, None)
+ALIKE = Start([], {"plan": "one plan", "dtype": "torch.float32"}, None, Process("one", 1))
 
 
 @pytest.mark.parametrize(

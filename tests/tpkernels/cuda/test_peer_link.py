@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from tpkernels import cuda, cuda_peer
-from tpkernels.links import LinkError, LinkSpec, PeerLink, open_link, peer_memory, peer_missing
+from tpkernels.links import LinkError, LinkSpec, PeerLink, open_link, peer, peer_memory, peer_missing
 from tpkernels.links.peer import load_language
 from tpkernels.links.segment import connect
 
@@ -124,6 +124,11 @@ def test_the_language_is_chosen_by_request_and_its_absence_said(monkeypatch):
     assert load_language(None, CPU).__name__ == "tpkernels.triton.plan_hand_off"
     with pytest.raises(ValueError, match="unknown language 'ptx' of the kernels of a peer link; choose 'triton' or"):
         load_language("ptx", CPU)
+
+    def say_trouble(kind, spec, group, *, trouble):
+        raise LinkError(trouble)
+
+    monkeypatch.setattr(peer, "agree", say_trouble)  # with the other end
     with pytest.raises(LinkError, match=r"links 'peer' cannot be had: its ranks compute on a CPU\."):
         open_link("peer", make_spec(torch.bfloat16), group=object(), language="cuda")
 
