@@ -24,7 +24,7 @@ from terapipe.names import unknown
 from terapipe.planner import cost_file, plan_file
 from terapipe.planner.analytic import analytic_costs
 from terapipe.planner.costs import CostModel
-from terapipe.planner.hardware import HARDWARE, hardware
+from terapipe.planner.hardware import CPU, HARDWARE, hardware
 from terapipe.planner.plan_file import PlannedRun
 from terapipe.planner.report import describe_found, describe_run, found_rows
 from terapipe.planner.request import Request, counted, listed
@@ -263,6 +263,8 @@ def _next_step(planned: PlannedRun, file: Path, devices_per_node: int | None) ->
     named = [name for name, make in PRESETS.items() if make() == planned.model]
     run = f"terapipe train --plan {file} --tokens {planned.plan.tokens} --dtype {planned.dtype}"
     run += f" --model {named[0]}" if named else ""
+    if planned.source == "measured" or planned.hardware == CPU.name:
+        run += " --device cpu"
     also = "" if named else ", and the --model options of this plan"
     ranks, host = planned.plan.ranks, devices_per_node or os.cpu_count() or 1
     if ranks <= host:

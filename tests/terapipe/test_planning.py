@@ -151,6 +151,7 @@ def test_the_command_that_is_printed_is_one_that_train_takes(run, options: str, 
     before, arguments = printed[1].split(" train ", 1)
     assert re.fullmatch(launch, before)
     assert ("--local-ranks" in arguments) == (before == "terapipe")
+    assert ("--device cpu" in arguments) == ("a100" not in options)
     own = "--model.layers 7" if "--model options of this plan" in said else ""
     command = train_command.parse(shlex.split(f"{arguments} {own}"))
     config = command.config.resolve()  # which refuses what the engine lacks

@@ -141,7 +141,7 @@ class _Setting:
         self.beside_s = beside(costs, every, pipe, layout)
         tokens, again = request.tokens, layout.recompute
         fixed = {
-            # With several stages a rank, their caches need not be alive at the same time.
+            # With several stages per rank, their caches need not be alive at the same time.
             name: stage.fixed_bytes(micro_size, tokens)
             + (stage.cache_bytes(micro_size, tokens) if chunks == 1 else 0.0)
             for name, stage in self.kinds.items()

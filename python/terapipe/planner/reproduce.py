@@ -167,7 +167,7 @@ def _slices(slices: Sequence[int]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The verb. Returns the exit status."""
+    """`terapipe reproduce` with these arguments: prints the rows; the exit status."""
     parser = argparse.ArgumentParser(
         prog="terapipe reproduce",
         description="Replay the paper's experiments in simulation, or another model on the same cluster (--model).",
@@ -175,11 +175,11 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--setting", type=int, action="append", metavar="N", help="only this one of table 1 (repeat)")
     parser.add_argument("--model", help=f"another model: {', '.join(PRESETS)}")
-    parser.add_argument("--ranks", type=int, help="pipeline stages")
-    parser.add_argument("--tensor", type=int, default=1, help="GPUs of a stage (default: 1)")
-    parser.add_argument("--data", type=int, default=1, help="replicas of the pipeline (default: 1)")
-    parser.add_argument("--batch", type=int, help="sequences a step, over all replicas")
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens in a sequence (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, help="number of pipeline stages")
+    parser.add_argument("--tensor", type=int, help="GPUs per stage (default: 1)")
+    parser.add_argument("--data", type=int, help="replicas of the pipeline (default: 1)")
+    parser.add_argument("--batch", type=int, help="sequences per step, over all replicas")
+    parser.add_argument("--tokens", type=int, help=f"tokens in a sequence (default: {TOKENS})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
     options = parser.parse_args(arguments)
     rows = [_of_user(options)] if options.model is not None else [replay(SETTINGS[n], n) for n in _numbers(options)]
@@ -203,16 +203,16 @@ def _of_user(options: argparse.Namespace) -> Replay:
             model=PRESETS[options.model](),
             name=options.model,
             batch=options.batch,
-            data=options.data,
+            data=1 if options.data is None else options.data,
             pipe=options.ranks,
-            tensor=options.tensor,
-            tokens=options.tokens,
+            tensor=1 if options.tensor is None else options.tensor,
+            tokens=TOKENS if options.tokens is None else options.tokens,
         )
     )
 
 
 def _numbers(options: argparse.Namespace) -> list[int]:
-    for key in ("ranks", "batch"):
+    for key in ("ranks", "tensor", "data", "batch", "tokens"):
         if getattr(options, key) is not None:
             raise ValueError(f"--{key} goes with --model; the paper's settings have their own.")
     wanted = options.setting or list(SETTINGS)

@@ -142,6 +142,7 @@ def test_any_other_setting_of_the_cluster_is_replayed(tmp_path: Path) -> None:
         (["--model", "gpt3_13b", "--ranks", "40", "--batch", "8", "--tokens", "2044"], ["2044", "multiple of 8"]),
         (["--model", "gpt3_13b", "--ranks", "0", "--batch", "8"], ["pipe is 0"]),
         (["--ranks", "4"], ["--ranks goes with --model"]),
+        *(([f"--{key}", "4"], [f"--{key} goes with --model"]) for key in ("tensor", "data", "batch", "tokens")),
         (["--model", "gpt3_13b", "--setting", "1"], ["give one of them"]),
     ],
 )
