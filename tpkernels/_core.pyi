@@ -161,6 +161,12 @@ class Trouble:
     seen: int
     seconds: float
 
+class Beat:
+    """Counts up a 32-bit word of `memory` until `stop`, whatever Python is doing (Linux only)."""
+
+    def __init__(self, memory: mmap, offset: int) -> None: ...
+    def stop(self) -> None: ...
+
 class Ring:
     """One end of a shared-memory link; tpkernels.links.ShmLink is its interface."""
 

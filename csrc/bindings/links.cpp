@@ -1,6 +1,6 @@
 // bindings/links.cpp: tpkernels._core.Ring, one end of a shared-memory link: `links/ring.h` and the step's order behind one call for each
-// put or take. Waits give up the GIL and look at signals between slices. What goes wrong is worded in Python: `refuse(key)` and `lose(key,
-// trouble)` return the exception.
+// put or take; and Beat, the heartbeat of an end whose memory is not a ring. Waits give up the GIL and look at signals between slices. What
+// goes wrong is worded in Python: `refuse(key)` and `lose(key, trouble)` return the exception.
 //
 // One call at a time is inside; only `give_up` and `close` may come from another thread meanwhile. The trap: a close must not take the
 // ring from under the call that is inside, so it ends that call's wait, and the last to leave lets go.
@@ -379,6 +379,30 @@ class PyRing {
   Clock::time_point began_at_, arrived_at_, posted_at_; // the last take's begin, the last wait's end, just before the last post
 };
 
+/// Counts up the word at `offset` of `memory` until `stop`, whatever Python is doing.
+class PyBeat {
+ public:
+  PyBeat(const py::buffer& memory, size_t offset) : memory_(memory.request(true)) {
+    if (offset % sizeof(Word) != 0 || offset + sizeof(Word) > size_t(memory_.size * memory_.itemsize))
+      throw std::invalid_argument("no word at byte " + std::to_string(offset) + " of " + std::to_string(memory_.size * memory_.itemsize));
+    word_ = new (static_cast<std::byte*>(memory_.ptr) + offset) Word(0);
+    begin_heartbeat(*word_);
+  }
+  ~PyBeat() { stop(); }
+  PyBeat(const PyBeat&) = delete;
+  PyBeat& operator=(const PyBeat&) = delete;
+
+  void stop() {
+    if (word_ == nullptr) return;
+    end_heartbeat(*std::exchange(word_, nullptr));
+    memory_ = py::buffer_info(); // whose owner may then unmap it
+  }
+
+ private:
+  py::buffer_info memory_;
+  Word* word_ = nullptr;
+};
+
 } // namespace
 
 void bind_links(py::module_& m) {
@@ -398,6 +422,7 @@ void bind_links(py::module_& m) {
       .def_readonly("wanted", &Trouble::wanted)
       .def_readonly("seen", &Trouble::seen)
       .def_readonly("seconds", &Trouble::seconds);
+  py::class_<PyBeat>(m, "Beat").def(py::init<const py::buffer&, size_t>(), py::arg("memory"), py::arg("offset")).def("stop", &PyBeat::stop);
   py::class_<PyRing>(m, "Ring")
       .def(py::init<py::buffer, const Geometry&, uint32_t, bool, double, double, double, int, int, py::object, py::object, py::object>(),
            py::arg("memory"), py::arg("geometry"), py::kw_only(), py::arg("generation"), py::arg("sender"), py::arg("spin_s"),

@@ -5,7 +5,9 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -19,12 +21,20 @@ struct Heart {
   std::condition_variable changed;
   std::vector<Word*> words;
   std::jthread thread;
-  const pid_t owner = getpid();
 };
 
+std::atomic<Heart*> current{nullptr}; // never destroyed
+
+void forget_after_fork() { current.store(nullptr); } // the parent's thread does not exist here; its memory is left alone
+
 Heart& heart() {
-  static Heart* const instance = new Heart; // never destroyed: a forked child inherits it without its thread
-  return *instance;
+  static std::once_flag registered;
+  std::call_once(registered, [] { pthread_atfork(nullptr, nullptr, forget_after_fork); });
+  Heart* known = current.load();
+  if (known != nullptr) return *known;
+  auto fresh = std::make_unique<Heart>();
+  if (current.compare_exchange_strong(known, fresh.get())) return *fresh.release();
+  return *known;
 }
 
 void beat(const std::stop_token& stop, Heart& heart) {
@@ -42,19 +52,21 @@ void beat(const std::stop_token& stop, Heart& heart) {
 
 void begin_heartbeat(Word& word) {
   Heart& all = heart();
-  if (all.owner != getpid()) return;
   const std::lock_guard lock(all.mutex);
   all.words.push_back(&word);
-  if (all.words.size() == 1) all.thread = std::jthread(beat, std::ref(all));
+  try {
+    if (all.words.size() == 1) all.thread = std::jthread(beat, std::ref(all));
+  } catch (...) { // no thread was to be had; the word's memory will go
+    all.words.pop_back();
+    throw;
+  }
 }
 
 void end_heartbeat(Word& word) {
   Heart& all = heart();
-  if (all.owner != getpid()) return;
   std::jthread ended; // joins at the end of this function, without the lock
   const std::lock_guard lock(all.mutex);
-  std::erase(all.words, &word);
-  if (all.words.empty()) ended = std::move(all.thread), ended.request_stop(), all.changed.notify_all();
+  if (std::erase(all.words, &word) != 0 && all.words.empty()) ended = std::move(all.thread), ended.request_stop(), all.changed.notify_all();
 }
 
 } // namespace tpk::links

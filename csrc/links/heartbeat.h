@@ -8,7 +8,7 @@ namespace tpk::links {
 
 constexpr std::chrono::milliseconds kBeat{100};
 
-/// Beats `word` until `end_heartbeat`, which returns only once it is no longer touched. In a forked child both do nothing.
+/// Beats `word` until `end_heartbeat`, which returns only once it is no longer touched. A forked child beats its own words only.
 void begin_heartbeat(Word& word);
 void end_heartbeat(Word& word);
 

@@ -6,6 +6,7 @@ Released slots are poisoned and epochs begin just before they wrap, in every tes
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import random
@@ -254,7 +255,7 @@ def test_a_wait_ends_when_the_peer_does(trouble: str, meet: Callable[..., Pair])
         with pytest.raises(LinkError, match="was closed"):
             sender.put(second, torch.zeros(SHAPE))
     else:
-        sender._watch._closing.set()  # no beat from now on
+        sender._watch._beat.stop()
     receiver.take(first)  # what came before is still good
     with pytest.raises(LinkError, match=f"rank 0 {trouble}.*slice 1") as caught:
         receiver.take(second)
@@ -334,6 +335,29 @@ def test_two_processes_at_their_own_pace(slots: int, start: Callable[..., PeerLi
             assert x.isnan().all()
         link.finish()
     link.close()
+
+
+def test_a_peer_that_holds_its_interpreter_for_long_is_not_called_dead() -> None:
+    """As a compiler may, in its process's only thread that Python lets run."""
+    from tpkernels.links.segment import connect
+
+    spec, offer = make_spec(), make_offer(make_spec())
+    key, *_ = spec.slot_of
+    child = os.fork()
+    if child == 0:
+        link = make_end(spec, connect(offer.address, 10), sender=True, timeout_s=1e6)
+        link.expect([(key, SHAPE)])
+        ctypes.PyDLL(None).usleep(1_500_000)
+        link.put(key, torch.full(SHAPE, 3.0))
+        time.sleep(60)
+    try:
+        link = make_end(spec, offer.accept(60), sender=False, timeout_s=1e6, silence_s=0.5)
+        link.expect([(key, SHAPE)])
+        assert bool((link.take(key) == 3).all())
+        link.close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_a_killed_peer_is_named(start: Callable[..., PeerLink]) -> None:

@@ -5,6 +5,7 @@ Released slots are poisoned and epochs begin just before they wrap, in every tes
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import queue
@@ -478,6 +479,34 @@ def test_ctrl_c_ends_a_wait(meet: Callable[..., Pair]) -> None:
     finally:
         timer.join()
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("holds_interpreter", [False, True])
+def test_a_peer_that_takes_long_is_not_called_dead_even_forked_beside_open_links(
+    holds_interpreter: bool, meet: Callable[..., Pair]
+) -> None:
+    from tpkernels.links.segment import connect
+    from tpkernels.links.shm import offer_segment
+
+    meet(_spec())  # this process has a heartbeat, whose thread the child lacks
+    spec, offer = _spec(), offer_segment(_spec(), 7)
+    key, *_ = spec.slot_of
+    child = os.fork()
+    if child == 0:
+        link = ShmLink(spec, connect(offer.address, 10), 7, sender=True)
+        link.expect([(key, spec.slot_shape)])
+        sleep = ctypes.PyDLL(None).usleep if holds_interpreter else ctypes.CDLL(None).usleep
+        sleep(1_500_000)
+        link.put(key, torch.full(spec.slot_shape, 3.0))
+        time.sleep(60)
+    try:
+        link = ShmLink(spec, offer.accept(60), 7, sender=False, silence_s=0.5, timeout_s=60.0)
+        link.expect([(key, spec.slot_shape)])
+        assert bool((link.take(key) == 3).all())
+        link.close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 CLOSED = "has closed the link"

@@ -1,7 +1,8 @@
-"""The thread of a `peer` link's end that counts its beat up, watches the other end's, and ends waits when it is lost.
+"""The thread of a `peer` link's end that watches the other end's beat and ends waits when it is lost; and its own beat.
 
 Kernels wait on the GPU, where nobody sees a process die; the thread sets the host's abort word, which they look at. The
-one trap: it must be stopped before the link's memory is freed.
+beat is C++'s: a Python thread stands still while another holds the interpreter, as some compilers do for seconds. The
+one trap: both must be stopped before the link's memory is freed.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from torch import Tensor
 
 from tpkernels.links import peer_memory
 from tpkernels.links.peer_memory import PeerMemory
-from tpkernels.links.shm import STATES
+from tpkernels.links.shm import STATES, _core
 
-BEAT_S = 0.02
+LOOK_S = 0.02
 CLOSED = STATES["closed"]
 
 
 class PeerWatch(threading.Thread):
-    """Counts this end's beat up and looks at the peer's, its `closed` word and the socket. When the peer is lost it
-    sets the host's abort word, which ends the waits of kernels. `trouble` says what the peer does instead."""
+    """Looks at the peer's beat, its `closed` word and the socket. When the peer is lost it sets the host's abort word,
+    which ends the waits of kernels. `trouble` says what the peer does instead."""
 
     def __init__(self, memory: PeerMemory, words: Tensor, *, sender: bool, silence_s: float) -> None:
         super().__init__(name="terapipe-peer-link", daemon=True)
@@ -31,26 +32,26 @@ class PeerWatch(threading.Thread):
         self._theirs = peer_memory.RECEIVER_END if sender else peer_memory.SENDER_END
         self._closing = threading.Event()
         self.trouble = ""
+        self._beat = _core.Beat(memory.segment.memory, self._mine + 4)
         self.start()
 
     def stop(self) -> None:
         """Tell the peer that nothing more will come from here."""
         self._closing.set()
         self.join()
+        self._beat.stop()
         struct.pack_into("<I", self._segment.memory, self._mine, 1)
 
     def run(self) -> None:
-        poll, beat, silent_s = select.poll(), 0, 0.0
+        poll, silent_s = select.poll(), 0.0
         for descriptor in (self._segment.socket.fileno(), self._segment.pidfd):
             if descriptor >= 0:
                 poll.register(descriptor, select.POLLIN)
         heard = -1
-        while not self._closing.wait(BEAT_S):
-            beat = (beat + 1) % 2**32
-            struct.pack_into("<I", self._segment.memory, self._mine + 4, beat)
+        while not self._closing.wait(LOOK_S):
             closed, theirs = struct.unpack_from("<II", self._segment.memory, self._theirs)
             # Only waits that passed count: an end that was frozen along with its peer must not find the peer late.
-            silent_s = 0.0 if theirs != heard else silent_s + BEAT_S
+            silent_s = 0.0 if theirs != heard else silent_s + LOOK_S
             heard = theirs
             if closed:
                 self.trouble = CLOSED

@@ -312,7 +312,9 @@ def _step_and_close(pipeline: Pipeline, batch: Batch | None = None) -> None:
 
 
 def stall(rank: int, ranks: int) -> dict[str, Any]:
-    """A rank that dawdles in a forward; every rank logs where all stand, once, and the step still ends well."""
+    """A rank that dawdles in a forward, longer than it may be silent; every rank logs where all stand, once, and
+    the step still ends well."""
+    shm_options(silence_s=0.7)
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -324,6 +326,7 @@ def stall(rank: int, ranks: int) -> dict[str, Any]:
             counter = itertools.count()
             layer.register_forward_pre_hook(lambda *_: time.sleep(3.4) if next(counter) == 1 else None)
         loss = pipeline.step(_batch()).loss
+    shm_options(silence_s=shm.SILENCE_S)
     return {"lines": lines, "loss": loss}
 
 
