@@ -43,8 +43,7 @@ class PlanCommand:
 
     model: ModelSettings = dataclasses.field(default_factory=ModelSettings)
     hardware: str = "cpu-2core"
-    """Name of a description that ships with the program, or a file of `terapipe profile`, which also says which model
-    and dtype are planned."""
+    """Name of a description that ships with the program, or a file of `terapipe profile`, which names the model too."""
     ranks: int = 2
     """Number of devices (on a CPU: processes) in all."""
     tokens: int = 2048
@@ -56,18 +55,17 @@ class PlanCommand:
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Number format of weights and activations. None: that of the hardware."""
     unit: int | None = None
-    """Tokens that every slice length is a multiple of. None: the smallest divisor of --tokens that leaves at most 256
-    units."""
+    """Tokens that every slice length is a multiple of. None: chosen so that a sequence has at most 256 of them."""
     tensor: tuple[int, ...] = ()
-    """Tensor degrees to try. None given: 1, 2, 4 and 8, as far as one node has so many devices."""
+    """Tensor degrees to try. Without it: 1, 2, 4 and 8, as far as one node has so many devices."""
     data: tuple[int, ...] = ()
-    """Numbers of replicas to try. None given: every number."""
+    """Numbers of replicas to try. Without it: every number."""
     micro_sizes: tuple[int, ...] = ()
-    """Sequences in a micro to try. None given: 1, 2, 4, 8 and 16 up to --batch, or those of the file."""
+    """Sequences in a micro to try. Without it: 1, 2, 4, 8 and 16 up to --batch, or those of the file."""
     schedules: tuple[str, ...] = tuple(GENERATORS)
     """Names of the schedules to try."""
     slice_tokens: tuple[int, ...] = ()
-    """Slice lengths in tokens, which sum to --tokens. None given: lengths are searched."""
+    """Slice lengths in tokens, which sum to --tokens. Without it: lengths are searched."""
     only_runnable: Flag = False
     """Leave out what the engine does not run yet: replicas, tensor-parallel stages, split backwards."""
     out: Path = Path("plan.json")
@@ -164,18 +162,9 @@ def plan(arguments: Sequence[str]) -> int:
     if command.only_runnable:
         request = _runnable(request, command, dtype)
     found = search(request, costs_of)
-    best = found.best
-    costs = costs_of(best.candidate.layout.tensor)
-    planned = PlannedRun.of(
-        best.candidate.plan(),
-        best.prediction,
-        model=costs.model,
-        dtype=costs.dtype,
-        layout=best.candidate.layout,
-        label=str(best.candidate),
-        hardware=costs.hardware,
-        source=costs.source,
-    )
+    best, layout = found.best.candidate, found.best.candidate.layout
+    costs = costs_of(layout.tensor)
+    planned = PlannedRun.of(best.plan(), found.best.prediction, costs, layout=layout, label=str(best))
     print(describe_found(found, request, planned))
     _write(command.out, planned.to_json())
     print(f"\nwritten to {command.out}; {_next_step(planned, command.out, costs.devices_per_node)}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from terapipe.models.config import ModelConfig
+from terapipe.planner.costs import CostModel
 from terapipe.planner.prediction import ActionTimes, Layout, Prediction
 from terapipe.schedule import Link, LinkCost, Plan, Simulation, simulate
 
@@ -41,26 +42,16 @@ class PlannedRun:
     times: ActionTimes
 
     @classmethod
-    def of(
-        cls,
-        plan: Plan,
-        prediction: Prediction,
-        *,
-        model: ModelConfig,
-        dtype: str,
-        layout: Layout,
-        label: str,
-        hardware: str,
-        source: str,
-    ) -> PlannedRun:
+    def of(cls, plan: Plan, prediction: Prediction, costs: CostModel, *, layout: Layout, label: str) -> PlannedRun:
+        """The plan with what was predicted from these costs."""
         return cls(
             plan,
-            model,
-            dtype,
+            costs.model,
+            costs.dtype,
             layout,
             label,
-            hardware,
-            source,
+            costs.hardware,
+            costs.source,
             prediction.step_s,
             prediction.makespan_s,
             prediction.bubble_share,

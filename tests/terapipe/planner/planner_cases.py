@@ -27,17 +27,8 @@ def request(**changes):
 
 
 def planned(found, costs):
-    best = found.best
-    return PlannedRun.of(
-        best.candidate.plan(),
-        best.prediction,
-        model=costs.model,
-        dtype=costs.dtype,
-        layout=best.candidate.layout,
-        label=str(best.candidate),
-        hardware=costs.hardware,
-        source=costs.source,
-    )
+    best = found.best.candidate
+    return PlannedRun.of(best.plan(), found.best.prediction, costs, layout=best.layout, label=str(best))
 
 
 def costs_8b(tensor: int = 1, sizes=(1, 3)):
