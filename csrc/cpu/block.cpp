@@ -77,10 +77,10 @@ template <class Element> struct Saved {
 // Rows whose products are summed in fp32 at once before they are rounded to Element: few enough for the sums to stay in L2.
 constexpr int64_t wide_rows = 256;
 
-// Where they gather: [wide_rows, any linear's width]; fp32 needs no such place.
+// Where they gather: [wide_rows, any linear's width], and a row for a bias; fp32 needs no such place.
 template <class Element> float* take_wide(const BlockShape& s, Parts* parts) {
   if constexpr (std::is_same_v<Element, float>) return nullptr;
-  return parts->take<float>(std::min(wide_rows, s.rows()) * std::max({s.hidden, s.query(), s.keys(), s.ffn}));
+  return parts->take<float>((std::min(wide_rows, s.rows()) + 1) * std::max({s.hidden, s.query(), s.keys(), s.ffn}));
 }
 
 template <class Element> struct ForwardScratch {
@@ -115,14 +115,6 @@ template <class Element> struct BackwardScratch {
   }
 };
 
-float wide_of(float x) { return x; }
-float wide_of(Bfloat16 x) {
-  const uint32_t bits = uint32_t(x.bits) << 16;
-  float wide;
-  std::memcpy(&wide, &bits, sizeof wide);
-  return wide;
-}
-
 template <class Element> constexpr Element one{};
 template <> constexpr float one<float> = 1.0f;
 template <> constexpr Bfloat16 one<Bfloat16>{0x3f80};
@@ -142,19 +134,19 @@ template <class Element> struct Linears {
   // y = x weight^T + bias, plus the residual's rows unless it is null
   void forward(const Element* residual, const Element* x, const OfModule<const Element>& parameters, int64_t in, int64_t out,
                Element* y) const {
+    const RowsView bias{const_cast<Element*>(parameters.bias), 0}; // the same row again and again
     summed(out, y, [&](int64_t first, int64_t rows, float* sums) {
-      if (residual != nullptr) {
-        const RowsView from{const_cast<Element*>(residual) + first * out, out};
-        widen({rows, out, {sums, out}, from}, dtype_of<Element>, call.num_threads);
-      } else if (parameters.bias != nullptr) {
-        for (int64_t r = 0; r < rows; ++r)
-          for (int64_t c = 0; c < out; ++c) sums[r * out + c] = wide_of(parameters.bias[c]);
+      const RowsView to{sums, out};
+      const RowsView start = residual == nullptr ? bias : RowsView{const_cast<Element*>(residual) + first * out, out};
+      if (start.data != nullptr) widen({rows, out, to, start}, dtype_of<Element>, call.num_threads);
+      run("T", "N", out, rows, in, parameters.weight, in, x + first * in, in, start.data != nullptr, sums, out);
+      if (residual == nullptr || bias.data == nullptr) return;
+      RowsView wide_bias = bias;
+      if constexpr (!std::is_same_v<Element, float>) {
+        wide_bias.data = sums + rows * out;
+        widen({1, out, wide_bias, bias}, dtype_of<Element>, 1);
       }
-      const bool add = residual != nullptr || parameters.bias != nullptr;
-      run("T", "N", out, rows, in, parameters.weight, in, x + first * in, in, add, sums, out);
-      if (residual == nullptr || parameters.bias == nullptr) return;
-      for (int64_t r = 0; r < rows; ++r)
-        for (int64_t c = 0; c < out; ++c) sums[r * out + c] += wide_of(parameters.bias[c]);
+      add({rows, out, to, wide_bias, to}, DType::float32, call.num_threads);
     });
   }
 
