@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from terapipe.models.linear import IN_PLACE, Linear
+from terapipe.models.linear import IN_PLACE, Linear, owned_gradient
 
 
 def pair(*, bias: bool, dtype: torch.dtype = torch.float64) -> tuple[Linear, nn.Linear]:
@@ -69,6 +69,17 @@ def test_frozen_weights_and_inputs_without_gradient() -> None:
     ours.weight.requires_grad_(True)
     ours(x.detach()).sum().backward()
     assert ours.weight.grad is not None
+
+
+def test_a_gradient_whose_memory_was_exchanged_for_less_is_not_written_past() -> None:
+    """What lay behind it was torch's own state of the backward, which then never ended."""
+    ours, _ = pair(bias=False)
+    ours.weight.grad = torch.zeros_like(ours.weight)
+    ours.weight.grad.data = torch.zeros(2, 2, dtype=torch.float64)
+    assert owned_gradient(ours.weight) is None
+    with pytest.raises(RuntimeError, match=r"size of tensor a \(2\) must match"):
+        ours(slices()[0]).sum().backward()
+    assert not ours.weight.grad.any()
 
 
 def test_without_the_mark_it_is_a_plain_linear() -> None:
