@@ -1,4 +1,4 @@
-"""A linear layer for slices: its backward adds the weight's gradient to `.grad` in place.
+"""A linear layer for slices, whose backward adds the weight's gradient to `.grad` in place, and a table of embeddings.
 
 hidden [batch, tokens, in] -> [batch, tokens, out], as nn.Linear. Every slice of a sequence adds to the same weight's
 gradient. Autograd would write each slice's share to new memory and then add it, four passes over a matrix as large as
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tpkernels.fused import eager
 from tpkernels.prefix_cache import accumulator_dtype
 
 IN_PLACE = "accumulates_in_place"
@@ -47,6 +48,34 @@ class _AccumulatingLinear(torch.autograd.Function):
         of_bias = rows.sum(0) if wants_bias else None
         of_weight = weight_gradient(rows, hidden.flatten(0, -2), weight) if wants_weight else None
         return of_hidden, of_weight, of_bias
+
+
+class Table(nn.Embedding):
+    """nn.Embedding whose gradient of 16-bit weights is summed in fp32 on a CPU too. torch sums it in 16 bits there, in
+    which the 300th occurrence of a token in a slice hardly counts."""
+
+    def __init__(self, rows: int, columns: int, *, dtype: torch.dtype, device: torch.device | str | None) -> None:
+        super().__init__(rows, columns, dtype=dtype, device=device)
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight = self.weight
+        if weight.element_size() > 2 or not torch.is_grad_enabled() or not eager(weight):
+            return F.embedding(input, weight)
+        found: Tensor = _Gather.apply(input, weight)
+        return found
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.rows = weight.shape[0]
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        (ids,) = ctx.saved_tensors
+        return None, torch.ops.aten.embedding_dense_backward(gradient.float(), ids, ctx.rows, -1, False)
 
 
 def owned_gradient(parameter: Tensor | None) -> Tensor | None:

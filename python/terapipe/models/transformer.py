@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from terapipe.models.config import EMBEDDING, HEAD, ModelConfig, tied_parameters
 from terapipe.models.half_blocks import Entry, Norm, Out, add_linear, mlp, norm_linears
-from terapipe.models.linear import Linear
+from terapipe.models.linear import Linear, Table
 from terapipe.models.rotary import RotaryAngles
 from terapipe.models.whole_block import whole_block
 from tpkernels import Mask, PrefixCache, prefix_attention
@@ -44,9 +44,9 @@ class Embedding(nn.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: DeviceLike) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(config.vocab, config.hidden, dtype=dtype, device=device)
+        self.tokens = Table(config.vocab, config.hidden, dtype=dtype, device=device)
         learned = config.position == "learned"
-        self.positions = nn.Embedding(config.max_tokens, config.hidden, dtype=dtype, device=device) if learned else None
+        self.positions = Table(config.max_tokens, config.hidden, dtype=dtype, device=device) if learned else None
 
     def forward(self, hidden: Tensor, cache: None, mask: Mask, positions: Tensor) -> Tensor:
         embedded: Tensor = self.tokens(hidden)

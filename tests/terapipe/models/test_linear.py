@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from terapipe.models.linear import IN_PLACE, Linear, owned_gradient
+from terapipe.models.linear import IN_PLACE, Linear, Table, owned_gradient
 
 
 def pair(*, bias: bool, dtype: torch.dtype = torch.float64) -> tuple[Linear, nn.Linear]:
@@ -90,3 +90,31 @@ def test_without_the_mark_it_is_a_plain_linear() -> None:
     kept = ours.weight.grad.clone()
     (alone,) = torch.autograd.grad(ours(x).sum(), ours.weight)
     assert torch.equal(ours.weight.grad, kept) and torch.equal(alone, kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("gradient_dtype", [None, torch.float32], ids=["the weight's", "fp32"])
+def test_a_tables_gradient_is_rounded_once(dtype: torch.dtype, gradient_dtype: torch.dtype | None) -> None:
+    torch.manual_seed(2)
+    table = Table(7, 5, dtype=dtype, device="cpu")
+    if gradient_dtype is not None and dtype != torch.float64:
+        table.weight.grad_dtype = gradient_dtype
+    ids = (torch.rand(3, 400) ** 4 * 7).long()
+    gradient = torch.randn(3, 400, 5).abs().to(dtype)
+    found = table(ids)
+    assert torch.equal(found, table.weight[ids])
+    found.backward(gradient)
+    exact = torch.zeros(7, 5, dtype=torch.float64).index_add_(0, ids.flatten(), gradient.flatten(0, 1).double())
+    assert table.weight.grad is not None and table.weight.grad.dtype == (table.weight.grad_dtype or dtype)
+    rounding = torch.finfo(table.weight.grad.dtype).eps / 2
+    torch.testing.assert_close(table.weight.grad.double(), exact, rtol=1.01 * rounding + 1e-5, atol=0)
+
+
+def test_a_table_runs_compiled_and_under_functorch() -> None:
+    table = Table(7, 5, dtype=torch.bfloat16, device="cpu")
+    ids = torch.tensor([[0, 6, 6]])
+    compiled = torch.compile(table, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(ids), table(ids))
+    weight = table.weight.detach()
+    taken = torch.func.grad(lambda w: torch.func.functional_call(table, {"weight": w}, (ids,)).sum())(weight)
+    assert taken.sum(1).tolist() == [5, 0, 0, 0, 0, 0, 10]
