@@ -189,7 +189,7 @@ class PrefixCache:
             self.position = torch.zeros(SLICE_STARTS + capacity + 1, dtype=torch.int64, device="cpu")
             self.position[IDENTITY] = next(_identities)
             self.progress = torch.full((2,), -1, dtype=torch.int64, device="cpu")
-            self.backward_view = BackwardView(*(_other_handle(x) for x in (self.k, self.v, self.position)))
+            self.backward_view = self._make_backward_view()
         self.recomputed_start: int | None = None
         self.accumulator = accumulator
         if accumulator is not None:
@@ -211,7 +211,16 @@ class PrefixCache:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.backward_view = BackwardView(*(_other_handle(x) for x in (self.k, self.v, self.position)))
+        self.backward_view = self._make_backward_view()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A cache that is given other tensors: backwards of the slices to come read those."""
+        super().__setattr__(name, value)
+        if name in BackwardView._fields and "backward_view" in self.__dict__:
+            self.backward_view = self._make_backward_view()
+
+    def _make_backward_view(self) -> BackwardView:
+        return BackwardView(*(_other_handle(x) for x in (self.k, self.v, self.position)))
 
     def _check_accumulator(self, accumulator: GradientAccumulator) -> None:
         wanted = accumulator_dtype(self.k.dtype)

@@ -193,3 +193,15 @@ def test_a_default_device_moves_no_position():
         out = prefix_attention(q, k, v, cache)
         backward(out)
     assert cache.length == 3 and cache.backward_end == 0 and cache.k.is_cpu
+
+
+def test_a_cache_given_other_tensors_goes_back_through_those():
+    def run(cache):
+        inputs = testing.make_inputs(CASE, torch.float32)
+        return testing.run(inputs, cache=cache)
+
+    cache = testing.poisoned_cache(CASE, torch.float32)
+    expected = run(testing.poisoned_cache(CASE, torch.float32))
+    cache.k, cache.v = cache.k.clone(), cache.v.clone()
+    found = run(cache)
+    assert all(torch.equal(getattr(found, name), getattr(expected, name)) for name in ("out", "dq", "dk", "dv"))
