@@ -102,24 +102,15 @@ class FailureBoard:
         self.rank, self.ranks = rank, ranks
         store = dist.distributed_c10d._get_default_store() if ranks > 1 and dist.is_initialized() else None
         # A prefix of its own: a new pipeline must not find the failure of the one before.
-        self.name, self._default = "" if store is None else f"terapipe/{next(_boards)}", store
-        self._store = None if store is None else self.connect()
-
-    def connect(self) -> dist.Store:
-        """The store by a connection of its own: a wait of another thread holds one."""
-        assert self._default is not None, "a rank that is alone has no store"
-        try:
-            own: dist.Store = self._default.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
-        except RuntimeError:  # no descriptor is left, or a kind that cannot
-            own = self._default
-        return dist.PrefixStore(self.name, own)
+        self.name = "" if store is None else f"terapipe/{next(_boards)}"
+        self.store = None if store is None else dist.PrefixStore(self.name, store)
 
     def record(self, failure: Failure) -> Failure:
         """Write a failure down unless another rank was first; returns the one that counts."""
-        if self._store is None:
+        if self.store is None:
             return failure
         try:
-            self._store.compare_set("failure", "", json.dumps(asdict(failure)))
+            self.store.compare_set("failure", "", json.dumps(asdict(failure)))
         except (
             RuntimeError,
             ValueError,
@@ -129,13 +120,13 @@ class FailureBoard:
 
     def origin(self, *, wait: float) -> Failure | None:
         """The first recorded failure; it is given `wait` seconds to appear, unless it is this rank's to record."""
-        if self._store is None:
+        if self.store is None:
             return None
         deadline = time.monotonic() + (wait if wait and self.blamed() != self.rank else 0.0)
         while True:
             try:
-                if self._store.check(["failure"]):
-                    return Failure(**json.loads(self._store.get("failure")))
+                if self.store.check(["failure"]):
+                    return Failure(**json.loads(self.store.get("failure")))
             except (RuntimeError, ValueError):
                 return None
             if time.monotonic() >= deadline:
@@ -149,8 +140,8 @@ class FailureBoard:
         known = [rank for rank, position in positions.items() if position in order]
         earliest = min(known, key=lambda rank: order[positions[rank]], default=self.rank)
         try:
-            if self._store is not None:
-                self._store.compare_set("blamed", "", str(earliest))
+            if self.store is not None:
+                self.store.compare_set("blamed", "", str(earliest))
         except (RuntimeError, ValueError):
             return self.rank
         blamed = self.blamed()
@@ -159,7 +150,7 @@ class FailureBoard:
     def blamed(self) -> int | None:
         """Whom `blame_earliest` named."""
         try:
-            return int(self._store.get("blamed")) if self._store is not None and self._store.check(["blamed"]) else None
+            return int(self.store.get("blamed")) if self.store is not None and self.store.check(["blamed"]) else None
         except (RuntimeError, ValueError):
             return None
 
@@ -169,15 +160,15 @@ class FailureBoard:
 
     def publish(self, position: str) -> None:
         """Let the other ranks know where this one stands."""
-        if self._store is not None:
-            self._store.set(f"position/{self.rank}", position)
+        if self.store is not None:
+            self.store.set(f"position/{self.rank}", position)
 
     def position(self, rank: int) -> str:
         """Where `rank` stood when it last said so."""
         key = f"position/{rank}"
         try:
-            if self._store is not None and self._store.check([key]):
-                return self._store.get(key).decode()
+            if self.store is not None and self.store.check([key]):
+                return self.store.get(key).decode()
         except (RuntimeError, ValueError):
             pass
         return NOWHERE

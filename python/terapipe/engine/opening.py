@@ -38,7 +38,6 @@ OPENING = "opening its links"
 _LOOK_S = 0.1  # how often the caller looks for a failure of another rank
 _LEAVE_S = 0.5  # how long it then waits for its own thread
 _SEEN_S = 0.3  # a process's connections close before its end can be seen
-
 _GLOO_DESCRIPTORS = 8  # of a group, besides one for each rank
 
 Result = TypeVar("Result")
@@ -76,6 +75,7 @@ class Opening:
         self._board, self._num_groups = board, 0
         self._lock, self._left = threading.Lock(), False
         self._done, self._ended = threading.Event(), threading.Event()
+        self._store = _EndingStore(board.store or dist.HashStore(), self._ended)  # a rank that is alone has none
 
     def group(self, ranks: Sequence[int] | None = None, *, backend: str | None = None) -> dist.ProcessGroup | None:
         """A new group, None for a rank outside of it; a collective call of all ranks. backend: as for new_group."""
@@ -92,7 +92,7 @@ class Opening:
 
     def _gloo_group(self, members: list[int]) -> dist.ProcessGroup:
         _check_descriptors(len(members) + _GLOO_DESCRIPTORS)
-        name = distributed_c10d.GroupName(f"{self._board.name} {self._num_groups}")
+        name = distributed_c10d.GroupName(f"{self._board.name or id(self)} {self._num_groups}")
         group, _ = distributed_c10d._new_process_group_helper(
             len(members),
             members.index(self.rank),
@@ -114,7 +114,6 @@ class Opening:
 
         def open_all() -> None:
             try:
-                self._store = _EndingStore(self._board.connect(), self._ended)
                 if device is not None:
                     torch.cuda.set_device(device)  # of a thread
                 results.append(work())
@@ -126,10 +125,14 @@ class Opening:
                     self._close()
 
         lost: LinkError | None = None
+        thread: threading.Thread | None = None
         try:
-            threading.Thread(target=open_all, name="terapipe-opening", daemon=True).start()
+            thread = threading.Thread(target=open_all, name="terapipe-opening", daemon=True)
+            thread.start()
             while not self._done.wait(_LOOK_S):
                 lost = self._lost()
+                if lost is not None:
+                    self._done.wait(_LEAVE_S)  # who left may have been the first to know what all agreed on
                 if lost is not None or self._board.origin(wait=0) is not None:
                     break
             if results:
@@ -139,6 +142,8 @@ class Opening:
         cause = self.agreed or (errors[0] if errors else lost)
         origin = None if self.agreed is not None else self._origin(cause)
         self._leave()
+        if thread is not None and thread.ident is not None:
+            thread.join(_LEAVE_S)
         if cause is not None:
             let_go(cause)
         if cause is not None and (origin is None or origin.rank == self.rank):
@@ -177,7 +182,9 @@ class Opening:
             except (OSError, AttributeError):
                 continue
             try:
-                if select.select([descriptor], [], [], 0)[0]:
+                poll = select.poll()
+                poll.register(descriptor, select.POLLIN)
+                if poll.poll(0):
                     return rank
             finally:
                 os.close(descriptor)
@@ -258,4 +265,6 @@ def break_groups(groups: Iterable[dist.ProcessGroup]) -> None:
     for group in list(groups):
         if dist.get_backend(group) == "gloo":
             here = dist.get_rank()
-            break_group(group, next(rank for rank in dist.get_process_group_ranks(group) if rank != here))
+            others = [rank for rank in dist.get_process_group_ranks(group) if rank != here]
+            if others:
+                break_group(group, others[0])

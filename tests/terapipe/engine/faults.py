@@ -37,7 +37,7 @@ from terapipe.engine import Pipeline, PipelineError
 from tpkernels.links import ShmLink
 
 LAYOUT = Case("llama", 2, (5, 4), 1, 1, "seq_1f1b", dtype="fp32", blocks=2)
-SILENCE_S, LATE_S = 1.0, 4.0
+SILENCE_S, LATE_S = 1.0, 2.0
 FAULTS = ("raise", "kill", "stop", "drop")
 LEFT_OUT = ("post", "release")
 PER_START = 20  # exceptions in the same two processes, one after the other
