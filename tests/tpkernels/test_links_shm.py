@@ -270,6 +270,7 @@ def test_whatever_keeps_two_ends_apart_is_told_to_both_and_nothing_stays(
     def fail(*_: Any) -> Any:
         raise MemoryError("no room")
 
+    gc.collect()  # ends of earlier tests
     before = len(os.listdir("/proc/self/fd")), _mappings()
     monkeypatch.setattr(f"tpkernels.links.{function}", fail)
     ends = letters(lambda: ShmLink.open(_spec(), None))  # type: ignore[arg-type]
