@@ -341,6 +341,7 @@ def test_two_ends_meet_by_letters(letters: Callable[..., list[Any]]) -> None:
 def test_memory_that_cannot_be_had_is_told_with_its_bytes_and_a_remedy(limit: int, room: int, said: str) -> None:
     from tpkernels.links import segment
 
+    gc.collect()  # ends of earlier tests
     before, limits = (len(os.listdir("/proc/self/fd")), _mappings()), resource.getrlimit(limit)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     with pytest.raises(
