@@ -6,12 +6,9 @@ Released slots are poisoned and epochs begin just before they wrap, in every tes
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
-import queue
 import random
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -19,31 +16,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shm_links import CPU, Pair, expect_slices, link_mappings, make_spec
 
 from terapipe.schedule import seq_1f1b
 from terapipe.schedule.orders import demand_order
 from terapipe.schedule.slots import assign_slots, ring_slots
 from tpkernels import fused
-from tpkernels.links import Key, LinkError, LinkSpec, ShmLink, agreement, open_link, shm, shm_missing
+from tpkernels.links import Key, LinkError, LinkSpec, ShmLink, open_link, shm, shm_missing
 
 pytestmark = pytest.mark.skipif(bool(shm_missing()), reason=f"shared-memory links: {shm_missing()}")
 
-CPU = torch.device("cpu")
 NEAR_WRAP = 2**32 - 3
 OPTIONS: dict[str, Any] = {"spin_s": 1e-4, "silence_s": 1.0, "timeout_s": 2.0, "poison": True}
-Pair = tuple[ShmLink, ShmLink]
-
-
-def _spec(slots: int = 2, dtype: torch.dtype = torch.float32, resident: bool = True) -> LinkSpec:
-    slot_of = {(1, 0, piece): piece % slots for piece in range(8)}
-    return LinkSpec(0, 1, "F", dtype, CPU, slots, slot_of, (2, 70, 3), resident)
 
 
 def _meet(spec: LinkSpec, *, first_epoch: int = NEAR_WRAP, **options: Any) -> Pair:
@@ -74,14 +64,6 @@ def meet() -> Iterator[Callable[..., Pair]]:
         link.close()
 
 
-def _expect(pair: Pair, count: int = 8) -> list[Key]:
-    spec = pair[0].spec
-    keys = list(spec.slot_of)[:count]
-    for link in pair:
-        link.expect([(key, spec.slot_shape) for key in keys])
-    return keys
-
-
 # ---- what a slot promises --------------------------------------------------------------------------------------------
 
 
@@ -89,10 +71,10 @@ def _expect(pair: Pair, count: int = 8) -> list[Key]:
 def test_every_way_to_put_arrives_bitwise_and_the_slot_is_read_in_place(
     dtype: torch.dtype, meet: Callable[..., Pair]
 ) -> None:
-    pair = sender, receiver = meet(_spec(dtype=dtype))
+    pair = sender, receiver = meet(make_spec(dtype=dtype))
     x, residual = torch.randn(2, 70, 3).to(dtype), torch.randn(2, 70, 3).to(dtype)
     for _ in range(3):  # across the wrap of the epochs
-        keys = iter(_expect(pair))
+        keys = iter(expect_slices(pair))
         for put, expected in (
             (lambda key: sender.put(key, x), x),
             (lambda key: sender.put(key, x.mT.contiguous().mT), x),  # strided
@@ -116,7 +98,7 @@ def test_fused_ends_give_the_bits_of_plain_ones_and_work_at_once(
     dtype: torch.dtype, rms: bool, meet: Callable[..., Pair]
 ) -> None:
     """The sender adds each tile only once the receiver has normed the one before, so neither may wait for the whole."""
-    pair = sender, receiver = meet(_spec(dtype=dtype))
+    pair = sender, receiver = meet(make_spec(dtype=dtype))
     generator = torch.Generator().manual_seed(1)
     x, residual = (torch.randn(2, 70, 3, generator=generator).to(dtype) for _ in range(2))
     strided = residual.mT.contiguous().mT
@@ -127,7 +109,7 @@ def test_fused_ends_give_the_bits_of_plain_ones_and_work_at_once(
     if in_step:
         sender._ring.watch(lambda action, tile: action == "write" and tile > 0 and not normed.acquire(timeout=5))
         receiver._ring.watch(lambda action, tile: action == "wait" and tile > 0 and normed.release())
-    for key in _expect(pair, 4):
+    for key in expect_slices(pair, 4):
         sums: list[torch.Tensor] = []
         thread = threading.Thread(
             target=lambda key, sums: sums.append(sender.put_sum(key, x, strided)), args=(key, sums)
@@ -149,9 +131,9 @@ def test_fused_ends_give_the_bits_of_plain_ones_and_work_at_once(
 
 
 def test_a_sum_that_does_not_fit_the_slot_or_a_ring_that_copies_out_still_works(meet: Callable[..., Pair]) -> None:
-    pair = sender, receiver = meet(_spec(slots=1, resident=False))
+    pair = sender, receiver = meet(make_spec(slots=1, resident=False))
     x, weight = torch.randn(2, 70, 3), torch.randn(3)
-    for key in _expect(pair, 2):
+    for key in expect_slices(pair, 2):
         with pytest.raises(LinkError, match=r"\[2, 70, 4\], but the plan says torch\.float32 \[2, 70, 3\]"):
             sender.put_sum(key, torch.zeros(2, 70, 4), torch.zeros(2, 70, 4))
         sender.put_sum(key, x, x)
@@ -163,9 +145,9 @@ def test_a_sum_that_does_not_fit_the_slot_or_a_ring_that_copies_out_still_works(
 
 
 def test_a_copied_out_slice_outlives_its_slot(meet: Callable[..., Pair]) -> None:
-    pair = sender, receiver = meet(_spec(slots=1, resident=False))
+    pair = sender, receiver = meet(make_spec(slots=1, resident=False))
     taken = []
-    for key in _expect(pair):
+    for key in expect_slices(pair):
         sender.put(key, torch.full((2, 70, 3), float(key[2])))
         taken.append(receiver.take(key))
         receiver.release(key)  # the engine releases whatever the mode
@@ -175,8 +157,8 @@ def test_a_copied_out_slice_outlives_its_slot(meet: Callable[..., Pair]) -> None
 
 
 def test_a_put_waits_for_its_slot_and_not_longer(meet: Callable[..., Pair]) -> None:
-    pair = sender, receiver = meet(_spec(slots=1))
-    first, second = _expect(pair, 2)
+    pair = sender, receiver = meet(make_spec(slots=1))
+    first, second = expect_slices(pair, 2)
     sender.put(first, torch.zeros(2, 70, 3))
     receiver.take(first)
     done = threading.Event()
@@ -190,8 +172,8 @@ def test_a_put_waits_for_its_slot_and_not_longer(meet: Callable[..., Pair]) -> N
 
 
 def test_a_slot_that_changed_under_autograd_raises(meet: Callable[..., Pair]) -> None:
-    pair = sender, receiver = meet(_spec(slots=1))
-    first, second = _expect(pair, 2)
+    pair = sender, receiver = meet(make_spec(slots=1))
+    first, second = expect_slices(pair, 2)
     sender.put(first, torch.full((2, 70, 3), 2.0))
     leaf = receiver.take(first).requires_grad_()
     output = (leaf * leaf).sum()
@@ -207,8 +189,8 @@ def test_a_slot_that_changed_under_autograd_raises(meet: Callable[..., Pair]) ->
 
 
 def test_both_ends_keep_to_the_plans_order_and_shapes(meet: Callable[..., Pair]) -> None:
-    pair = sender, receiver = meet(_spec())
-    keys = _expect(pair, 3)
+    pair = sender, receiver = meet(make_spec())
+    keys = expect_slices(pair, 3)
     x = torch.zeros(2, 70, 3)
     with pytest.raises(LinkError, match="asked for micro 0, slice 1, but the plan's next transfer is micro 0, slice 0"):
         sender.put(keys[1], x)
@@ -227,8 +209,8 @@ def test_both_ends_keep_to_the_plans_order_and_shapes(meet: Callable[..., Pair])
 
 def test_a_tensor_of_another_device_is_refused(meet: Callable[..., Pair]) -> None:
     """Its address is none of this process's memory."""
-    sender, receiver = meet(_spec())
-    key, *_ = _expect((sender, receiver))
+    sender, receiver = meet(make_spec())
+    key, *_ = expect_slices((sender, receiver))
     away = torch.empty(sender.spec.slot_shape, device="meta")
     for residual in (None, away, torch.zeros(sender.spec.slot_shape)):
         with pytest.raises((LinkError, RuntimeError), match=r"is on meta, but the pipeline computes on cpu|device"):
@@ -238,122 +220,17 @@ def test_a_tensor_of_another_device_is_refused(meet: Callable[..., Pair]) -> Non
 
 
 def test_a_close_unmaps_the_memory_unless_a_taken_tensor_looks_at_it(meet: Callable[..., Pair]) -> None:
-    sender, receiver = meet(_spec())
-    key, *_ = _expect((sender, receiver))
+    sender, receiver = meet(make_spec())
+    key, *_ = expect_slices((sender, receiver))
     sender.put(key, torch.full(sender.spec.slot_shape, 3.0))
     x = receiver.take(key)
-    mappings = _mappings()
+    mappings = link_mappings()
     sender.close()
-    assert _mappings() == mappings - 1  # this process holds both ends
+    assert link_mappings() == mappings - 1  # this process holds both ends
     receiver.close()
-    assert _mappings() == mappings - 1 and bool((x == 3).all())
+    assert link_mappings() == mappings - 1 and bool((x == 3).all())
     del x
-    assert _mappings() == mappings - 2
-
-
-def _mappings() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:terapipe-link")
-
-
-@pytest.mark.parametrize(
-    ("rank", "function", "what"),
-    [
-        (0, "shm.call", "reach the slots of its peer"),
-        (0, "shm.fetch", "map the slots of its peer"),
-        (1, "shm.offer_segment", "share its slots"),
-        (1, "segment.Offer.accept", "hand over its slots"),
-    ],
-)
-def test_whatever_keeps_two_ends_apart_is_told_to_both_and_nothing_stays(
-    rank: int, function: str, what: str, monkeypatch: pytest.MonkeyPatch, letters: Callable[..., Any]
-) -> None:
-    def fail(*_: Any) -> Any:
-        raise MemoryError("no room")
-
-    gc.collect()  # ends of earlier tests
-    before = len(os.listdir("/proc/self/fd")), _mappings()
-    monkeypatch.setattr(f"tpkernels.links.{function}", fail)
-    ends = letters(lambda: ShmLink.open(_spec(), None))  # type: ignore[arg-type]
-    assert [str(end) for end in ends] == [
-        f"{_spec()}: the two ends did not come together: rank {rank} cannot {what}: no room"
-    ] * 2
-    assert all(isinstance(end, LinkError) for end in ends)
-    del ends
-    gc.collect()
-    assert (len(os.listdir("/proc/self/fd")), _mappings()) == before
-
-
-@pytest.fixture
-def letters(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
-    """Runs something as rank 0 and as rank 1 at once, who may send each other letters; what each returned or raised."""
-    me = threading.local()
-    boxes: list[queue.Queue[str]] = [queue.Queue(), queue.Queue()]  # by who gets them
-    for module in (shm, agreement):
-        monkeypatch.setattr(
-            module, "dist", SimpleNamespace(get_rank=lambda: me.rank, get_backend=lambda group: "gloo"), raising=True
-        )
-        monkeypatch.setattr(module, "tell", lambda text, to, group, **_: boxes[to].put(text))
-        monkeypatch.setattr(module, "hear", lambda source, group, **_: boxes[me.rank].get(timeout=10))
-
-    def run(body: Callable[[], Any]) -> list[Any]:
-        found: list[Any] = [None, None]
-
-        def end(rank: int) -> None:
-            me.rank = rank
-            try:
-                found[rank] = body()
-            except Exception as error:
-                found[rank] = error.with_traceback(None)
-                error.__cause__ = error.__context__ = None
-
-        threads = [threading.Thread(target=end, args=(rank,)) for rank in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(15)
-        assert boxes[0].empty() and boxes[1].empty()
-        return found
-
-    return run
-
-
-def test_two_ends_meet_by_letters(letters: Callable[..., list[Any]]) -> None:
-    ends = letters(lambda: ShmLink.open(_spec(), None))  # type: ignore[arg-type]
-    keys = _expect((ends[0], ends[1]), 1)
-    ends[0].put(keys[0], torch.ones(2, 70, 3))
-    assert bool((ends[1].take(keys[0]) == 1).all())
-    for end in ends:
-        end.close()
-
-
-@pytest.mark.parametrize(
-    ("limit", "room", "said"),
-    [
-        (resource.RLIMIT_FSIZE, 2**20, r"File too large while making 67108864 bytes \(64\.0 MiB\) of shared memory"),
-        (
-            resource.RLIMIT_AS,
-            2**24,
-            r"Cannot allocate memory while making 67108864 bytes \(64\.0 MiB\) of shared memory",
-        ),
-    ],
-    ids=["fsize", "as"],
-)
-def test_memory_that_cannot_be_had_is_told_with_its_bytes_and_a_remedy(limit: int, room: int, said: str) -> None:
-    from tpkernels.links import segment
-
-    gc.collect()  # ends of earlier tests
-    before, limits = (len(os.listdir("/proc/self/fd")), _mappings()), resource.getrlimit(limit)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    with pytest.raises(
-        OSError, match=said + r"; raise what limits .* \(ulimit -v and -f.*shorter slices, or fewer slots"
-    ):
-        try:
-            resource.setrlimit(limit, (room + (used if limit == resource.RLIMIT_AS else 0), limits[1]))
-            segment.Offer(2**26)
-        finally:
-            resource.setrlimit(limit, limits)
-    gc.collect()
-    assert (len(os.listdir("/proc/self/fd")), _mappings()) == before
+    assert link_mappings() == mappings - 2
 
 
 def test_a_python_without_memfd_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,7 +242,7 @@ def test_memory_of_another_meeting_or_shape_is_refused() -> None:
     from tpkernels import _core
     from tpkernels.links.shm import ring_geometry
 
-    spec = _spec()
+    spec = make_spec()
     geometry = ring_geometry(spec)
     memory = bytearray(geometry.bytes)
     geometry.format(memory, 7, 0)
@@ -375,17 +252,17 @@ def test_memory_of_another_meeting_or_shape_is_refused() -> None:
     with pytest.raises(ValueError, match=r"generation 7.*expects.*generation 8"):
         _core.Ring(memory, geometry, generation=8, **options)
     with pytest.raises(ValueError, match=r"2 slots of 1680 bytes.*expects.*3 slots"):
-        _core.Ring(memory, ring_geometry(_spec(slots=3)), generation=7, **options)
+        _core.Ring(memory, ring_geometry(make_spec(slots=3)), generation=7, **options)
     with pytest.raises(ValueError, match="does not begin with a link's header"):
         _core.Ring(bytearray(geometry.bytes), geometry, generation=7, **options)
 
 
 def test_open_link_names_the_kinds_and_needs_a_group() -> None:
-    assert open_link("local", _spec()).kind == "local"
+    assert open_link("local", make_spec()).kind == "local"
     with pytest.raises(ValueError, match="unknown kind of link 'tcp'; choose local, shm"):
-        open_link("tcp", _spec())
+        open_link("tcp", make_spec())
     with pytest.raises(ValueError, match="needs a process group"):
-        open_link("shm", _spec())
+        open_link("shm", make_spec())
 
 
 @settings(max_examples=15, deadline=None)
@@ -437,8 +314,8 @@ def _free(receiver: ShmLink, key: Key, x: torch.Tensor) -> None:
 
 
 def test_a_late_peer_is_reported_with_all_there_is_to_know(meet: Callable[..., Pair]) -> None:
-    pair = _, receiver = meet(_spec(), timeout_s=0.2)
-    key = _expect(pair)[0]
+    pair = _, receiver = meet(make_spec(), timeout_s=0.2)
+    key = expect_slices(pair)[0]
     with pytest.raises(LinkError) as caught:
         receiver.take(key)
     assert str(caught.value) == (
@@ -450,8 +327,8 @@ def test_a_late_peer_is_reported_with_all_there_is_to_know(meet: Callable[..., P
 
 @pytest.mark.parametrize("asleep", [False, True])
 def test_a_peer_that_closes_is_noticed_at_once_but_what_came_is_good(meet: Callable[..., Pair], asleep: bool) -> None:
-    pair = sender, receiver = meet(_spec(), timeout_s=30)
-    first, second = _expect(pair, 2)
+    pair = sender, receiver = meet(make_spec(), timeout_s=30)
+    first, second = expect_slices(pair, 2)
     sender.put(first, torch.ones(2, 70, 3))
     timer = threading.Timer(0.3 if asleep else 0.0, sender.close)
     timer.start()
@@ -470,8 +347,8 @@ def test_a_peer_that_closes_is_noticed_at_once_but_what_came_is_good(meet: Calla
 def test_ctrl_c_ends_a_wait(meet: Callable[..., Pair]) -> None:
     import _thread
 
-    pair = _, receiver = meet(_spec(), timeout_s=30)
-    key = _expect(pair)[0]
+    pair = _, receiver = meet(make_spec(), timeout_s=30)
+    key = expect_slices(pair)[0]
     timer = threading.Timer(0.2, _thread.interrupt_main)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background has it ignored
     try:
@@ -490,8 +367,8 @@ def test_a_peer_that_takes_long_is_not_called_dead_even_forked_beside_open_links
     from tpkernels.links.segment import connect
     from tpkernels.links.shm import offer_segment
 
-    meet(_spec())  # this process has a heartbeat, whose thread the child lacks
-    spec, offer = _spec(), offer_segment(_spec(), 7)
+    meet(make_spec())  # this process has a heartbeat, whose thread the child lacks
+    spec, offer = make_spec(), offer_segment(make_spec(), 7)
     key, *_ = spec.slot_of
     child = os.fork()
     if child == 0:

@@ -302,9 +302,9 @@ def meet(spec: LinkSpec, group: dist.ProcessGroup, offer: Callable[[int], Offer]
         try:
             result = action()
         except Exception as error:  # whatever it is, the other waits to hear of it
-            _say(f"!rank {own} cannot {what}: {error}", other, group)
+            tell(f"!rank {own} cannot {what}: {error}", other, group)
             raise OSError(f"rank {own} cannot {what}: {error}") from error
-        _say(letter(result), other, group)
+        tell(letter(result), other, group)
         return result
 
     if sends:
@@ -327,10 +327,6 @@ def meet(spec: LinkSpec, group: dist.ProcessGroup, offer: Callable[[int], Offer]
         _hear(other, group)
         undo.pop_all()
     return met, made
-
-
-def _say(text: str, to: int, group: dist.ProcessGroup) -> None:
-    tell(text, to, group)
 
 
 def _hear(source: int, group: dist.ProcessGroup) -> str:
