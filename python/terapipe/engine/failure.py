@@ -111,10 +111,8 @@ class FailureBoard:
             return failure
         try:
             self.store.compare_set("failure", "", json.dumps(asdict(failure)))
-        except (
-            RuntimeError,
-            ValueError,
-        ) as error:  # the store may be gone with the rank that held it; then there is nobody left to tell
+        except (RuntimeError, ValueError) as error:
+            # The store may be gone with the rank that held it; then there is nobody left to tell.
             logger.debug("rank %d could not record its failure: %s", self.rank, error)
         return self.origin(wait=0) or failure
 
