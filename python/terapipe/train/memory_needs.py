@@ -1,8 +1,8 @@
 """Whether a step can fit into this host's memory at all, before anything is allocated.
 
 The need is the planner's analytic one (`terapipe.planner`): weights, gradients, optimizer, caches and what the schedule
-keeps alive. It is within some 10 % for the models here, but knows neither allocators nor other programs; so only a run
-that needs more than twice the memory is refused, and one that needs more than all of it is warned of.
+keeps alive. It is an estimate and knows neither allocators nor other programs; so only a run that needs more than twice
+the memory is refused, and one that needs more than all of it is warned of.
 """
 
 from __future__ import annotations
