@@ -4,10 +4,10 @@
 
 #include <array>
 #include <cstdint>
-#include <limits>
 #include <stdexcept>
 #include <string>
 
+#include "bindings/addresses.h"
 #include "tpk/attention_params.h"
 
 namespace tpk::bindings {
@@ -16,20 +16,18 @@ using Tensor = std::array<int64_t, 4>;
 using Sizes = std::array<int64_t, 7>;     // batch, tokens, keys, query heads, KV heads, head_dim, value head_dim
 using MaskSizes = std::array<int64_t, 6>; // start, causal, window left, window right, document starts address, their batch stride
 
-template <class T> T* pointer(int64_t address) { return reinterpret_cast<T*>(static_cast<intptr_t>(address)); }
-
 inline TensorView view(const Tensor& t) { return {pointer<void>(t[0]), t[1], t[2], t[3]}; }
 
 // who: the backend, for messages.
-inline AttentionShape shape_of(const std::string& who, int dtype, const Sizes& n) {
-  if (dtype < 0 || dtype > 2) throw std::invalid_argument(who + ": unknown dtype code " + std::to_string(dtype));
+inline AttentionShape shape_of(const char* who, int dtype, const Sizes& n) {
+  const DType code = dtype_of(who, dtype);
   if (n[3] <= 0 || n[4] <= 0 || n[3] % n[4] != 0)
-    throw std::invalid_argument(who + ": " + std::to_string(n[3]) + " query heads do not divide over " + std::to_string(n[4]) +
+    throw std::invalid_argument(std::string(who) + ": " + std::to_string(n[3]) + " query heads do not divide over " + std::to_string(n[4]) +
                                 " KV heads");
   if (n[0] < 0 || n[1] < 0 || n[2] < 0)
-    throw std::invalid_argument(who + ": sizes " + std::to_string(n[0]) + ", " + std::to_string(n[1]) + ", " + std::to_string(n[2]) +
-                                " must not be negative");
-  return {static_cast<DType>(dtype), n[0], n[1], n[2], n[3], n[4], n[5], n[6]};
+    throw std::invalid_argument(std::string(who) + ": sizes " + std::to_string(n[0]) + ", " + std::to_string(n[1]) + ", " +
+                                std::to_string(n[2]) + " must not be negative");
+  return {code, n[0], n[1], n[2], n[3], n[4], n[5], n[6]};
 }
 
 inline MaskIntervals mask_of(const MaskSizes& m, int64_t keys) {

@@ -76,6 +76,7 @@ PYBIND11_MODULE(_core, m) {
         py::arg("v"), py::arg("out"), py::arg("lse"), py::arg("dq"), py::arg("dk"), py::arg("dv"), py::arg("dsinks"), py::arg("mask"),
         py::arg("scale"), py::arg("softcap"), py::arg("sinks"), py::arg("num_threads"));
 #ifdef TPK_SHM_LINKS
+  bind_beat(m);
   bind_links(m);
 #endif
 }

@@ -20,7 +20,7 @@ namespace {
 
 using namespace tpk::bindings;
 
-const std::string who = "attention backend cuda";
+constexpr const char* who = "attention backend cuda";
 
 // allocate: bytes -> address of memory of the device that outlives the kernels of the call; asked only when some is needed.
 using Allocate = std::function<int64_t(int64_t)>;

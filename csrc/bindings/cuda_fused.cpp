@@ -1,4 +1,4 @@
-// bindings/cuda_fused.cpp: the fused kernels in tpkernels._cuda, export only. Rows are (address, row stride in elements), address 0 none.
+// bindings/cuda_fused.cpp: the fused kernels in tpkernels._cuda, export only.
 #include "cuda_fused.h"
 
 #include <pybind11/functional.h>
@@ -11,22 +11,16 @@ namespace py = pybind11;
 
 namespace {
 
-using tpk::bindings::pointer, tpk::bindings::Tensor, tpk::bindings::view;
-using Rows = std::array<int64_t, 2>;
+using tpk::bindings::pointer, tpk::bindings::Rows, tpk::bindings::rows_at, tpk::bindings::Tensor, tpk::bindings::view;
 using Allocate = std::function<int64_t(int64_t)>;
 
-tpk::RowsView rows_of(const Rows& r) { return {pointer<void>(r[0]), r[1]}; }
-
-tpk::DType dtype_of(int code) {
-  if (code < 0 || code > 2) throw std::invalid_argument("cuda fused kernels: unknown dtype code " + std::to_string(code));
-  return static_cast<tpk::DType>(code);
-}
+tpk::DType dtype_of(int code) { return tpk::bindings::dtype_of("cuda fused kernels", code); }
 
 void norm_forward(int dtype, bool rms, int64_t rows, int64_t dim, double eps, const Rows& x, const Rows& delta, const Rows& total,
                   const Rows& out, int64_t weight, int64_t bias, int64_t mean, int64_t rstd, int device, int64_t stream) {
   tpk::NormForward p;
   p.rows = rows, p.dim = dim, p.rms = rms, p.eps = float(eps);
-  p.x = rows_of(x), p.delta = rows_of(delta), p.total = rows_of(total), p.out = rows_of(out);
+  p.x = rows_at(x), p.delta = rows_at(delta), p.total = rows_at(total), p.out = rows_at(out);
   p.weight = pointer<void>(weight), p.bias = pointer<void>(bias), p.mean = pointer<float>(mean), p.rstd = pointer<float>(rstd);
   const py::gil_scoped_release unlocked;
   tpk::cuda::norm_forward(p, dtype_of(dtype), {device, pointer<void>(stream)});
@@ -37,7 +31,7 @@ void norm_backward(int dtype, bool rms, int64_t rows, int64_t dim, const Rows& d
                    const Allocate& allocate) {
   tpk::NormBackward p;
   p.rows = rows, p.dim = dim, p.rms = rms;
-  p.dout = rows_of(dout), p.x = rows_of(x), p.dresidual = rows_of(dresidual), p.dx = rows_of(dx);
+  p.dout = rows_at(dout), p.x = rows_at(x), p.dresidual = rows_at(dresidual), p.dx = rows_at(dx);
   p.weight = pointer<void>(weight), p.mean = pointer<float>(mean), p.rstd = pointer<float>(rstd);
   p.dweight = pointer<float>(dweight), p.dbias = pointer<float>(dbias);
   const int64_t bytes = tpk::cuda::norm_backward_workspace_bytes(p);

@@ -1,45 +1,38 @@
-// bindings/fused.cpp: the fused kernels in tpkernels._core, export only. A tensor is (address, row stride in elements), address 0 none;
-// a range of rows is an address further on and fewer rows. Arguments are positional, since these calls are counted in microseconds.
+// bindings/fused.cpp: the fused kernels in tpkernels._core, export only. Tensors are rows (addresses.h); a range of rows is an address
+// further on and fewer rows. Arguments are positional, since these calls are counted in microseconds.
 #include "fused.h"
 
 #include <pybind11/stl.h>
 
-#include <array>
 #include <stdexcept>
 #include <string>
 
+#include "bindings/addresses.h"
 #include "cpu/fused.h"
 
 namespace py = pybind11;
 
 namespace {
 
-using Tensor = std::array<int64_t, 2>;
+using tpk::bindings::pointer, tpk::bindings::Rows, tpk::bindings::rows_at;
 
-template <class T> T* pointer(int64_t address) { return reinterpret_cast<T*>(static_cast<intptr_t>(address)); }
-
-tpk::cpu::RowsView view(const Tensor& t) { return {pointer<void>(t[0]), t[1]}; }
-
-tpk::DType dtype_of(int code) {
-  if (code < 0 || code > 2) throw std::invalid_argument("cpu fused kernels: unknown dtype code " + std::to_string(code));
-  return static_cast<tpk::DType>(code);
-}
+tpk::DType dtype_of(int code) { return tpk::bindings::dtype_of("cpu fused kernels", code); }
 
 tpk::cpu::Activation activation_of(int code) {
   if (code < 0 || code > 1) throw std::invalid_argument("cpu fused kernels: unknown activation code " + std::to_string(code));
   return static_cast<tpk::cpu::Activation>(code);
 }
 
-void norm_forward(int dtype, bool rms, int64_t rows, int64_t dim, float eps, const Tensor& x, const Tensor& delta, const Tensor& total,
-                  const Tensor& out, int64_t weight, int64_t bias, int64_t mean, int64_t rstd, int64_t num_threads) {
+void norm_forward(int dtype, bool rms, int64_t rows, int64_t dim, float eps, const Rows& x, const Rows& delta, const Rows& total,
+                  const Rows& out, int64_t weight, int64_t bias, int64_t mean, int64_t rstd, int64_t num_threads) {
   const tpk::cpu::NormForward p{rows,
                                 dim,
                                 rms,
                                 eps,
-                                view(x),
-                                view(delta),
-                                view(total),
-                                view(out),
+                                rows_at(x),
+                                rows_at(delta),
+                                rows_at(total),
+                                rows_at(out),
                                 pointer<void>(weight),
                                 pointer<void>(bias),
                                 pointer<float>(mean),
@@ -48,15 +41,15 @@ void norm_forward(int dtype, bool rms, int64_t rows, int64_t dim, float eps, con
   tpk::cpu::norm_forward(p, dtype_of(dtype), num_threads);
 }
 
-void norm_backward(int dtype, bool rms, int64_t rows, int64_t dim, const Tensor& dout, const Tensor& x, const Tensor& dresidual,
-                   const Tensor& dx, int64_t weight, int64_t mean, int64_t rstd, int64_t dweight, int64_t dbias, int64_t num_threads) {
+void norm_backward(int dtype, bool rms, int64_t rows, int64_t dim, const Rows& dout, const Rows& x, const Rows& dresidual, const Rows& dx,
+                   int64_t weight, int64_t mean, int64_t rstd, int64_t dweight, int64_t dbias, int64_t num_threads) {
   const tpk::cpu::NormBackward p{rows,
                                  dim,
                                  rms,
-                                 view(dout),
-                                 view(x),
-                                 view(dresidual),
-                                 view(dx),
+                                 rows_at(dout),
+                                 rows_at(x),
+                                 rows_at(dresidual),
+                                 rows_at(dx),
                                  pointer<void>(weight),
                                  pointer<float>(mean),
                                  pointer<float>(rstd),
@@ -66,24 +59,24 @@ void norm_backward(int dtype, bool rms, int64_t rows, int64_t dim, const Tensor&
   tpk::cpu::norm_backward(p, dtype_of(dtype), num_threads);
 }
 
-void rotary(int dtype, bool inverse, int64_t rows, int64_t heads, int64_t head_dim, int64_t turn_rows, const Tensor& x, const Tensor& out,
+void rotary(int dtype, bool inverse, int64_t rows, int64_t heads, int64_t head_dim, int64_t turn_rows, const Rows& x, const Rows& out,
             int64_t turns, int64_t num_threads) {
-  const tpk::cpu::Rotary p{rows, heads, head_dim, turn_rows, inverse, view(x), view(out), pointer<float>(turns)};
+  const tpk::cpu::Rotary p{rows, heads, head_dim, turn_rows, inverse, rows_at(x), rows_at(out), pointer<float>(turns)};
   const py::gil_scoped_release unlocked;
   tpk::cpu::rotary(p, dtype_of(dtype), num_threads);
 }
 
-void gated_forward(int dtype, int activation, int64_t rows, int64_t dim, const Tensor& gate, const Tensor& up, const Tensor& out,
+void gated_forward(int dtype, int activation, int64_t rows, int64_t dim, const Rows& gate, const Rows& up, const Rows& out,
                    int64_t num_threads) {
-  const tpk::cpu::GatedForward p{rows, dim, activation_of(activation), view(gate), view(up), view(out)};
+  const tpk::cpu::GatedForward p{rows, dim, activation_of(activation), rows_at(gate), rows_at(up), rows_at(out)};
   const py::gil_scoped_release unlocked;
   tpk::cpu::gated_forward(p, dtype_of(dtype), num_threads);
 }
 
-void gated_backward(int dtype, int activation, int64_t rows, int64_t dim, const Tensor& dout, const Tensor& gate, const Tensor& up,
-                    const Tensor& out, const Tensor& dgate, const Tensor& dup, int64_t num_threads) {
-  const tpk::cpu::GatedBackward p{rows,        dim,      activation_of(activation), view(dout), view(gate), view(up), view(out),
-                                  view(dgate), view(dup)};
+void gated_backward(int dtype, int activation, int64_t rows, int64_t dim, const Rows& dout, const Rows& gate, const Rows& up,
+                    const Rows& out, const Rows& dgate, const Rows& dup, int64_t num_threads) {
+  const tpk::cpu::GatedBackward p{
+      rows, dim, activation_of(activation), rows_at(dout), rows_at(gate), rows_at(up), rows_at(out), rows_at(dgate), rows_at(dup)};
   const py::gil_scoped_release unlocked;
   tpk::cpu::gated_backward(p, dtype_of(dtype), num_threads);
 }

@@ -1,6 +1,6 @@
 // bindings/links.cpp: tpkernels._core.Ring, one end of a shared-memory link: `links/ring.h` and the step's order behind one call for each
-// put or take; and Beat, the heartbeat of an end whose memory is not a ring. Waits give up the GIL and look at signals between slices. What
-// goes wrong is worded in Python: `refuse(key)` and `lose(key, trouble)` return the exception.
+// put or take. Waits give up the GIL and look at signals between slices. What goes wrong is worded in Python: `refuse(key)` and
+// `lose(key, trouble)` return the exception.
 //
 // One call at a time is inside; only `give_up` and `close` may come from another thread meanwhile. The trap: a close must not take the
 // ring from under the call that is inside, so it ends that call's wait, and the last to leave lets go.
@@ -16,6 +16,7 @@
 #include <thread>
 #include <utility>
 
+#include "bindings/addresses.h"
 #include "bindings/links_step.h"
 #include "cpu/fused.h"
 #include "links/heartbeat.h"
@@ -25,6 +26,8 @@ namespace py = pybind11;
 using namespace tpk::links;
 
 namespace {
+
+using tpk::bindings::pointer, tpk::bindings::Rows, tpk::bindings::rows_at;
 
 struct Trouble {
   const char* outcome;
@@ -156,8 +159,7 @@ class PyRing {
   }
 
   /// x + residual, rows of contiguous elements, added into the slot and posted tile by tile. The sum.
-  py::object put_sum(const py::object& key, int dtype, int64_t columns, const std::array<int64_t, 2>& x,
-                     const std::array<int64_t, 2>& residual, int num_threads) {
+  py::object put_sum(const py::object& key, int dtype, int64_t columns, const Rows& x, const Rows& residual, int num_threads) {
     const Inside inside(*this, key);
     Transfer& transfer = next(key);
     const RowFormat format{static_cast<tpk::DType>(dtype), columns};
@@ -236,8 +238,6 @@ class PyRing {
   }
 
  private:
-  template <class T> static T* pointer(int64_t address) { return reinterpret_cast<T*>(static_cast<intptr_t>(address)); }
-  static tpk::cpu::RowsView rows_at(const std::array<int64_t, 2>& view) { return {pointer<void>(view[0]), view[1]}; }
   static tpk::cpu::RowsView skip(const tpk::cpu::RowsView& rows, int64_t count, const RowFormat& format) {
     return {static_cast<std::byte*>(rows.data) + count * rows.stride * tpk::dtype_bytes(format.dtype), rows.stride};
   }
@@ -337,18 +337,6 @@ class PyRing {
     seen("taken", 0);
   }
 
-  static void check(const Header& found, const Geometry& geometry, uint32_t generation) {
-    const Header wanted{.generation = generation, .first_epoch = found.first_epoch, .geometry = geometry};
-    if (found == wanted) return;
-    const auto words = [](const Header& h) {
-      return "version " + std::to_string(h.version) + ", generation " + std::to_string(h.generation) + ", " +
-             std::to_string(h.geometry.slots) + " slots of " + std::to_string(h.geometry.slot_bytes) + " bytes in tiles of " +
-             std::to_string(h.geometry.tile_bytes);
-    };
-    throw std::invalid_argument(found.magic == wanted.magic ? "the segment has " + words(found) + ", but this end expects " + words(wanted)
-                                                            : "the segment does not begin with a link's header");
-  }
-
   void await(Wait wait, const py::object& key) {
     if (ring_->ready(wait)) return;
     while (true) {
@@ -379,30 +367,6 @@ class PyRing {
   Clock::time_point began_at_, arrived_at_, posted_at_; // the last take's begin, the last wait's end, just before the last post
 };
 
-/// Counts up the word at `offset` of `memory` until `stop`, whatever Python is doing.
-class PyBeat {
- public:
-  PyBeat(const py::buffer& memory, size_t offset) : memory_(memory.request(true)) {
-    if (offset % sizeof(Word) != 0 || offset + sizeof(Word) > size_t(memory_.size * memory_.itemsize))
-      throw std::invalid_argument("no word at byte " + std::to_string(offset) + " of " + std::to_string(memory_.size * memory_.itemsize));
-    word_ = new (static_cast<std::byte*>(memory_.ptr) + offset) Word(0);
-    begin_heartbeat(*word_);
-  }
-  ~PyBeat() { stop(); }
-  PyBeat(const PyBeat&) = delete;
-  PyBeat& operator=(const PyBeat&) = delete;
-
-  void stop() {
-    if (word_ == nullptr) return;
-    end_heartbeat(*std::exchange(word_, nullptr));
-    memory_ = py::buffer_info(); // whose owner may then unmap it
-  }
-
- private:
-  py::buffer_info memory_;
-  Word* word_ = nullptr;
-};
-
 } // namespace
 
 void bind_links(py::module_& m) {
@@ -422,7 +386,6 @@ void bind_links(py::module_& m) {
       .def_readonly("wanted", &Trouble::wanted)
       .def_readonly("seen", &Trouble::seen)
       .def_readonly("seconds", &Trouble::seconds);
-  py::class_<PyBeat>(m, "Beat").def(py::init<const py::buffer&, size_t>(), py::arg("memory"), py::arg("offset")).def("stop", &PyBeat::stop);
   py::class_<PyRing>(m, "Ring")
       .def(py::init<py::buffer, const Geometry&, uint32_t, bool, double, double, double, int, int, py::object, py::object, py::object>(),
            py::arg("memory"), py::arg("geometry"), py::kw_only(), py::arg("generation"), py::arg("sender"), py::arg("spin_s"),

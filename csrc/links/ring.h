@@ -17,6 +17,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "links/futex.h"
@@ -63,6 +65,19 @@ struct Layout {
     bytes = slots + g.slots * slot_stride;
   }
 };
+
+/// Refuses a segment that is no ring of this geometry and generation.
+inline void check(const Header& found, const Geometry& geometry, uint32_t generation) {
+  const Header wanted{.generation = generation, .first_epoch = found.first_epoch, .geometry = geometry};
+  if (found == wanted) return;
+  if (found.magic != wanted.magic) throw std::invalid_argument("the segment does not begin with a link's header");
+  const auto words = [](const Header& h) {
+    return "version " + std::to_string(h.version) + ", generation " + std::to_string(h.generation) + ", " +
+           std::to_string(h.geometry.slots) + " slots of " + std::to_string(h.geometry.slot_bytes) + " bytes in tiles of " +
+           std::to_string(h.geometry.tile_bytes);
+  };
+  throw std::invalid_argument("the segment has " + words(found) + ", but this end expects " + words(wanted));
+}
 
 enum class Role { sender, receiver };
 enum class Outcome { reached, waiting, closed, gone, silent, late };
