@@ -100,21 +100,6 @@ def norm_backward(
     stream: int,
     allocate: Callable[[int], int],
 ) -> None: ...
-def cache_append(
-    *,
-    dtype: int,
-    sizes: Sizes,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_out: Tensor,
-    cache_k: Tensor,
-    cache_v: Tensor,
-    turns: int,
-    turns_batch_stride: int,
-    device: int,
-    stream: int,
-) -> None: ...
 
 peer_words: dict[str, int]
 peer_tile_rows: int

@@ -1,9 +1,8 @@
-"""The fused row-wise ops by the kernels of tpkernels._cuda, bf16 and fp16: norms with the addition, cache append.
+"""Norms, with the addition before them, by the kernels of tpkernels._cuda; bf16 and fp16.
 
-The functions of fused.py that touch the residual stream, with the same meaning and arguments, and `cache_append`, which
-writes a slice into a prefix cache and turns q and k by RoPE on the way. No autograd. They have not run on a GPU yet:
-`tpkernels.fused` takes the norms where TPK_BACKEND=cuda asks for these kernels (`norms_for`), and nothing calls
-`cache_append` on its own. Rows must start on 16 bytes, dims be multiples of 8; other calls raise.
+The functions of fused.py that touch the residual stream, with the same meaning and arguments. No autograd. They have
+not run on a GPU yet: `tpkernels.fused` takes them where TPK_BACKEND=cuda asks for these kernels (`norms_for`). Rows
+must start on 16 bytes, dims be multiples of 8; other calls raise.
 
 The one trap: as in cuda.py, a tensor made for a call must live until the call has been queued.
 """
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpkernels.cuda import DTYPES, Extension, Workspace, rows_of, view_of
+from tpkernels.cuda import DTYPES, Extension, Workspace, rows_of
 from tpkernels.dtypes import DTYPE_CODES
 from tpkernels.fused_reference import NormGradients, NormValues
 
@@ -138,46 +137,6 @@ class CudaFused(Extension):
             **self.place(x),
         )
         return NormGradients(dx, dweight, dbias)
-
-    def cache_append(
-        self,
-        k: Tensor,
-        v: Tensor,
-        cache_k: Tensor,
-        cache_v: Tensor,
-        *,
-        start: int,
-        turns: Tensor | None = None,
-        q: Tensor | None = None,
-        q_out: Tensor | None = None,
-    ) -> None:
-        """cache[:, start : start + tokens] = k, v [batch, tokens, heads, dim].
-
-        turns: complex64 [batch or 1, tokens, 1, head_dim / 2], RoPE at the tokens' own positions: k is turned on its
-        way, and q to q_out (which may be q)."""
-        batch, tokens, kv_heads, head_dim = k.shape
-        if not 0 <= start <= cache_k.shape[1] - tokens:
-            raise ValueError(
-                f"cache_append: tokens [{start}, {start + tokens}) do not fit a cache of {cache_k.shape[1]} tokens"
-            )
-        if (q is None) != (q_out is None) or (q is not None and turns is None):
-            raise ValueError("cache_append: q, q_out and turns go together")
-        into_k, into_v = (cache[:, start : start + tokens] for cache in (cache_k, cache_v))
-        turns = None if turns is None else torch.view_as_real(turns.resolve_conj()).contiguous()
-        query_heads = kv_heads if q is None else q.shape[2]
-        self.module.cache_append(
-            dtype=self._code(k, v, cache_k, cache_v, q, q_out),
-            sizes=(batch, tokens, tokens, query_heads, kv_heads, head_dim, v.shape[3]),
-            q=view_of(q),
-            k=view_of(k),
-            v=view_of(v),
-            q_out=view_of(q_out),
-            cache_k=view_of(into_k),
-            cache_v=view_of(into_v),
-            turns=0 if turns is None else turns.data_ptr(),
-            turns_batch_stride=0 if turns is None or turns.shape[0] == 1 else turns.stride(0),
-            **self.place(k),
-        )
 
     def _code(self, first: Tensor, *others: Tensor | None) -> int:
         """The kernels' code of the one dtype of all tensors."""

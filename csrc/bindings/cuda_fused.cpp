@@ -4,14 +4,14 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
-#include "bindings/attention_arguments.h"
+#include "bindings/addresses.h"
 #include "cuda/fused.h"
 
 namespace py = pybind11;
 
 namespace {
 
-using tpk::bindings::pointer, tpk::bindings::Rows, tpk::bindings::rows_at, tpk::bindings::Tensor, tpk::bindings::view;
+using tpk::bindings::pointer, tpk::bindings::Rows, tpk::bindings::rows_at;
 using Allocate = std::function<int64_t(int64_t)>;
 
 tpk::DType dtype_of(int code) { return tpk::bindings::dtype_of("cuda fused kernels", code); }
@@ -40,18 +40,6 @@ void norm_backward(int dtype, bool rms, int64_t rows, int64_t dim, const Rows& d
   tpk::cuda::norm_backward(p, dtype_of(dtype), workspace, {device, pointer<void>(stream)});
 }
 
-void cache_append(int dtype, const tpk::bindings::Sizes& sizes, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& q_out,
-                  const Tensor& cache_k, const Tensor& cache_v, int64_t turns, int64_t turns_batch_stride, int device, int64_t stream) {
-  const tpk::AttentionShape shape = tpk::bindings::shape_of("cuda fused kernels", dtype, sizes);
-  tpk::CacheAppend p;
-  p.dtype = shape.dtype, p.batch = shape.batch, p.tokens = shape.tokens, p.query_heads = shape.query_heads, p.kv_heads = shape.kv_heads;
-  p.head_dim = shape.head_dim, p.value_head_dim = shape.value_head_dim;
-  p.q = view(q), p.k = view(k), p.v = view(v), p.q_out = view(q_out), p.cache_k = view(cache_k), p.cache_v = view(cache_v);
-  p.turns = pointer<const float>(turns), p.turns_batch_stride = turns_batch_stride;
-  const py::gil_scoped_release unlocked;
-  tpk::cuda::cache_append(p, {device, pointer<void>(stream)});
-}
-
 } // namespace
 
 void bind_cuda_fused(py::module_& m) {
@@ -61,6 +49,4 @@ void bind_cuda_fused(py::module_& m) {
   m.def("norm_backward", &norm_backward, py::kw_only(), arg("dtype"), arg("rms"), arg("rows"), arg("dim"), arg("dout"), arg("x"),
         arg("dresidual"), arg("dx"), arg("weight"), arg("mean"), arg("rstd"), arg("dweight"), arg("dbias"), arg("device"), arg("stream"),
         arg("allocate"));
-  m.def("cache_append", &cache_append, py::kw_only(), arg("dtype"), arg("sizes"), arg("q"), arg("k"), arg("v"), arg("q_out"),
-        arg("cache_k"), arg("cache_v"), arg("turns"), arg("turns_batch_stride"), arg("device"), arg("stream"));
 }

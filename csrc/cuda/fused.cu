@@ -18,9 +18,4 @@ void norm_backward(const NormBackward& params, DType dtype, void* workspace, con
   launch_norm_backward(params, dtype, workspace, launcher);
 }
 
-void cache_append(const CacheAppend& params, const Place& place) {
-  CudaLauncher launcher(place.device, place.stream);
-  launch_cache_append(params, launcher);
-}
-
 } // namespace tpk::cuda

@@ -10,6 +10,5 @@ void norm_forward(const NormForward& params, DType dtype, const Place& place);
 // Bytes of device memory that the backward needs besides its tensors.
 int64_t norm_backward_workspace_bytes(const NormBackward& params);
 void norm_backward(const NormBackward& params, DType dtype, void* workspace, const Place& place);
-void cache_append(const CacheAppend& params, const Place& place);
 
 } // namespace tpk::cuda

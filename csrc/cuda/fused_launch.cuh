@@ -1,7 +1,6 @@
 // cuda/fused_launch.cuh: launches of the fused ops, on a GPU (fused.cu) or in the emulator.
 #pragma once
 
-#include "cuda/cache_append.cuh"
 #include "cuda/norm.cuh"
 
 namespace tpk {
@@ -29,21 +28,6 @@ template <class Launcher> void launch_norm_backward(const NormBackward& call, DT
       launcher.run(norm_weight_sums<Element>, "norm_weight_sums", (2 * call.dim + weight_sum_threads - 1) / weight_sum_threads,
                    weight_sum_threads, 0, task);
   });
-}
-
-template <class Launcher> void launch_cache_append(const CacheAppend& call, Launcher& launcher) {
-  if (call.head_dim % 8 != 0 || call.value_head_dim % 8 != 0)
-    refuse("head_dim " + std::to_string(call.head_dim) + "/" + std::to_string(call.value_head_dim) + " must be multiples of 8 to append");
-  check_rows("q", call.q, 2), check_rows("k", call.k, 2), check_rows("v", call.v, 2), check_rows("q_out", call.q_out, 2);
-  check_rows("the key cache", call.cache_k, 2), check_rows("the value cache", call.cache_v, 2);
-  check_rows("turns", {const_cast<float*>(call.turns), call.turns_batch_stride, 0, 0}, 4);
-  AppendTask task{call};
-  if (call.turns == nullptr) task.call.q = task.call.q_out = {};
-  const int64_t blocks = (task.chunks() + append_threads - 1) / append_threads;
-  check_grid(blocks);
-  if (blocks == 0) return;
-  dispatch_element(call.dtype,
-                   [&]<class Element>() { launcher.run(cache_append<Element>, "cache_append", blocks, append_threads, 0, task); });
 }
 
 } // namespace tpk

@@ -10,7 +10,7 @@ namespace tpk {
 inline constexpr int norm_chunks = 2, largest_norm_dim = norm_chunks * 8 * 1024;
 // Rows whose share of the weights' gradients one block sums: fixed, so that the sums do not depend on the device.
 inline constexpr int64_t norm_block_rows = 16;
-inline constexpr int append_threads = 256, weight_sum_threads = 256;
+inline constexpr int weight_sum_threads = 256;
 
 struct NormForwardTask {
   NormForward call;
@@ -22,13 +22,6 @@ struct NormBackwardTask {
   constexpr int64_t blocks() const { return (call.rows + norm_block_rows - 1) / norm_block_rows; }
   constexpr bool sums() const { return call.dweight != nullptr || call.dbias != nullptr; }
   constexpr int64_t workspace_bytes() const { return sums() ? blocks() * 2 * call.dim * int64_t(sizeof(float)) : 0; }
-};
-struct AppendTask {
-  CacheAppend call;
-
-  constexpr int64_t heads() const { return (call.q.data == nullptr ? 0 : call.query_heads) + 2 * call.kv_heads; }
-  constexpr int64_t head_chunks() const { return (call.head_dim > call.value_head_dim ? call.head_dim : call.value_head_dim) / 8; }
-  constexpr int64_t chunks() const { return call.batch * call.tokens * heads() * head_chunks(); }
 };
 
 // Threads of a block that norms a row at a time.

@@ -17,9 +17,4 @@ void norm_backward(const NormBackward& params, DType dtype, void* workspace, con
   launch_norm_backward(params, dtype, workspace, launcher);
 }
 
-void cache_append(const CacheAppend& params, const Place&) {
-  emulator::EmulatorLauncher launcher;
-  launch_cache_append(params, launcher);
-}
-
 } // namespace tpk::cuda

@@ -35,15 +35,4 @@ struct NormBackward {
   float *dweight = nullptr, *dbias = nullptr; // may be null
 };
 
-// Rows of a slice into a cache: cache_k[:, start + t] = k[:, t], cache_v[:, start + t] = v[:, t]. With turns, fp32 cos, sin, cos, ... per
-// batch row and token (RoPE at the slice's own positions), pairs of neighbouring channels of k are turned on the way, and those of q to
-// q_out, which may be q itself.
-struct CacheAppend {
-  DType dtype = DType::bfloat16;
-  int64_t batch = 0, tokens = 0, query_heads = 0, kv_heads = 0, head_dim = 0, value_head_dim = 0;
-  TensorView q, k, v, q_out, cache_k, cache_v; // cache_*: token `start` of the cache is their token 0; q and q_out may be null
-  const float* turns = nullptr;                // [batch or 1, tokens, head_dim], or null
-  int64_t turns_batch_stride = 0;
-};
-
 } // namespace tpk

@@ -1,5 +1,5 @@
-"""The fused CUDA kernels in the emulator: norms against their formulas in fp64 by the tolerance rule, appends bit for
-bit; nothing for the emulator's watch to report; no neighbour changes a row."""
+"""The fused CUDA kernels in the emulator: norms against their formulas in fp64 by the tolerance rule; nothing for the
+emulator's watch to report; no neighbour changes a row."""
 
 from __future__ import annotations
 
@@ -23,15 +23,12 @@ class Watched:
         self.module, self.emulator = extension.module, extension.emulator
         self.conflicts = {}
 
-    def _run(self, name, call, rows=(), tensors=(), floats=(), elements=(), writes=()):
+    def _run(self, name, call, rows=(), floats=(), elements=(), writes=()):
         register = self.emulator.module.register_tensor
         self.emulator.module.clear_tensors()
         for key, columns in rows:
             if call[key][0]:
                 register(key, call[key][0], 2, [call["rows"], columns], [call[key][1], 1], key in writes)
-        for key, sizes in tensors:
-            if call[key][0]:
-                register(key, call[key][0], 2, list(sizes), [*call[key][1:], 1], key in writes)
         for keys, item_bytes in ((floats, 4), (elements, 2)):
             for key, count in keys:
                 if call[key]:
@@ -63,15 +60,6 @@ class Watched:
         floats = [("mean", rows), ("rstd", rows), ("dweight", dim), ("dbias", dim)]
         writes = ("dx", "dweight", "dbias")
         self._run("norm_backward", call, rows=wide, floats=floats, elements=[("weight", dim)], writes=writes)
-
-    def cache_append(self, **call):
-        batch, tokens, _, query_heads, kv_heads, head_dim, value_dim = call["sizes"]
-        keys, values = (batch, tokens, kv_heads, head_dim), (batch, tokens, kv_heads, value_dim)
-        queries = (batch, tokens, query_heads, head_dim)
-        tensors = [("q_out", queries), ("q", queries), ("k", keys), ("v", values)]
-        tensors += [("cache_k", keys), ("cache_v", values)]
-        turns = [("turns", tokens * head_dim * (batch if call["turns_batch_stride"] else 1))]
-        self._run("cache_append", call, tensors=tensors, floats=turns, writes=("q_out", "cache_k", "cache_v"))
 
 
 @pytest.fixture
@@ -138,49 +126,6 @@ def test_no_neighbour_changes_a_row_and_dx_may_be_dout(ops):
     assert torch.equal(place, dx)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(8, 24), (64, 64), (128, 40)])
-@pytest.mark.parametrize("turned", [False, True], ids=["plain", "rope"])
-def test_an_appended_slice_is_where_it_belongs(turned, head_dim, value_dim, dtype, ops):
-    draw = torch.Generator().manual_seed(head_dim)
-    q = torch.randn(2, 13, 6, head_dim, generator=draw).to(dtype)
-    k = torch.randn(2, 13, 3, head_dim, generator=draw).to(dtype)
-    v = torch.randn(2, 13, 3, value_dim, generator=draw).to(dtype)
-    cache_k, cache_v = (torch.full((2, 40, 3, dim), float("nan"), dtype=dtype) for dim in (head_dim, value_dim))
-    expected_q, expected_k = q, k
-    settings = {}
-    if turned:
-        angles = torch.randn(2, 13, 1, head_dim // 2, generator=draw) * 3
-        turns = torch.polar(torch.ones_like(angles), angles)
-        settings = {"turns": turns, "q": q.clone(), "q_out": torch.empty_like(q)}
-        expected_q, expected_k = (
-            torch.view_as_real(torch.view_as_complex(x.double().unflatten(-1, (-1, 2))) * turns).flatten(-2)
-            for x in (q, k)
-        )
-    ops.cache_append(k, v, cache_k, cache_v, start=5, **settings)
-    assert torch.equal(cache_v[:, 5:18], v)
-    if turned:  # one rounding of a fp32 result
-        for actual, expected in ((cache_k[:, 5:18], expected_k), (settings["q_out"], expected_q)):
-            assert (actual.double() - expected).abs().max() <= torch.finfo(dtype).eps * 0.51 * expected.abs().max()
-    else:
-        assert torch.equal(cache_k[:, 5:18], k)
-    for cache in (cache_k, cache_v):
-        assert cache[:, :5].isnan().all() and cache[:, 18:].isnan().all()
-    assert ops.module.conflicts == {}
-
-
-def test_queries_may_be_turned_in_place_and_one_batch_row_of_turns_serves_all(ops):
-    draw = torch.Generator().manual_seed(1)
-    q, k = (torch.randn(2, 9, heads, 64, generator=draw).to(BF16) for heads in (4, 2))
-    angles = torch.randn(1, 9, 1, 32, generator=draw)
-    turns = torch.polar(torch.ones_like(angles), angles)
-    cache_k, cache_v = torch.zeros(2, 9, 2, 64, dtype=BF16), torch.zeros(2, 9, 2, 64, dtype=BF16)
-    expected = torch.empty_like(q)
-    ops.cache_append(k, k, cache_k, cache_v, start=0, turns=turns, q=q, q_out=expected)
-    ops.cache_append(k, k, cache_k, cache_v, start=0, turns=turns.expand(2, 9, 1, 32), q=q, q_out=q)
-    assert torch.equal(q, expected)
-
-
 def test_what_the_kernels_do_not_serve_is_refused_with_values(ops):
     x = torch.randn(4, 20).to(BF16)
     weight = torch.ones(20, dtype=BF16)
@@ -191,12 +136,6 @@ def test_what_the_kernels_do_not_serve_is_refused_with_values(ops):
     shifted = torch.randn(4, 33).to(BF16)[:, 1:]
     with pytest.raises(ValueError, match="x has rows that do not start at a multiple of 16 bytes"):
         ops.norm_forward(shifted, torch.ones(32, dtype=BF16), None, eps=EPS, rms=True)
-    k = torch.randn(1, 9, 2, 64).to(BF16)
-    cache = torch.zeros(1, 12, 2, 64, dtype=BF16)
-    with pytest.raises(ValueError, match=r"tokens \[4, 13\) do not fit a cache of 12 tokens"):
-        ops.cache_append(k, k, cache, cache, start=4)
-    with pytest.raises(ValueError, match="q, q_out and turns go together"):
-        ops.cache_append(k, k, cache, cache, start=0, q=k, q_out=k)
 
 
 @pytest.fixture
