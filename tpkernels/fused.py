@@ -107,6 +107,14 @@ def _plain(*tensors: Tensor | None) -> bool:
     return True
 
 
+def parameter_gradient(total: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+    """A parameter's gradient, summed in fp32, as a backward returns it. Autograd rounds it to the parameter's
+    `grad_dtype`; where that is None, which takes any, it gets the parameter's dtype, as from torch's own layers."""
+    if total is None or parameter is None or not parameter.is_leaf or parameter.grad_dtype is not None:
+        return total
+    return total.to(parameter.dtype)
+
+
 def _served(*tensors: Tensor | None) -> bool:
     first = tensors[0]
     return first is not None and _core is not None and first.dtype in DTYPE_CODES and eager(*tensors)
@@ -125,6 +133,7 @@ class _Norm(torch.autograd.Function):
         values = norm_forward(as_rows(x), weight, bias, eps=eps, rms=rms, delta=deltas)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(values.total, weight, values.mean, values.rstd)
+        ctx.bias = bias  # not its values
         return (x if delta is None else values.total.view(x.shape)), values.out.view(x.shape)
 
     @staticmethod
@@ -137,8 +146,8 @@ class _Norm(torch.autograd.Function):
         gradients = norm_backward(as_rows(dout), total, weight, mean, rstd, dresidual=beside)
         dx = gradients.dx.view(dout.shape)
         needs = ctx.needs_input_grad
-        dbias = gradients.dbias if needs[3] else None
-        return dx, dx if needs[1] else None, gradients.dweight, dbias, None, None
+        dweight, dbias = parameter_gradient(gradients.dweight, weight), parameter_gradient(gradients.dbias, ctx.bias)
+        return dx, dx if needs[1] else None, dweight, dbias if needs[3] else None, None, None
 
 
 class _Rotary(torch.autograd.Function):

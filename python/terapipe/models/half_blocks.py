@@ -336,6 +336,6 @@ def _through_norm(
     )
     return (
         found.dx,
-        found.dweight if wanted[0] and of_weight is None else None,
-        found.dbias if wanted[1] and of_bias is None else None,
+        fused.parameter_gradient(found.dweight, weight) if wanted[0] and of_weight is None else None,
+        fused.parameter_gradient(found.dbias, bias) if wanted[1] and of_bias is None else None,
     )

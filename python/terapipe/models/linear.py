@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tpkernels.fused import eager
+from tpkernels.fused import eager, parameter_gradient
 from tpkernels.prefix_cache import accumulator_dtype
 
 IN_PLACE = "accumulates_in_place"
@@ -69,13 +69,14 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.rows = weight.shape[0]
+        ctx.weight = weight  # not its values
         return F.embedding(ids, weight)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None]:
         (ids,) = ctx.saved_tensors
-        return None, torch.ops.aten.embedding_dense_backward(gradient.float(), ids, ctx.rows, -1, False)
+        total = torch.ops.aten.embedding_dense_backward(gradient.float(), ids, ctx.weight.shape[0], -1, False)
+        return None, parameter_gradient(total, ctx.weight)
 
 
 def owned_gradient(parameter: Tensor | None) -> Tensor | None:

@@ -16,6 +16,7 @@ from terapipe.models.half_blocks import Entry, Out, Piece, parameters_of
 from terapipe.models.linear import owned_gradient
 from tpkernels import Mask, PrefixCache
 from tpkernels.block import MODULES, BlockShape, block_backward, block_forward, fits, served
+from tpkernels.fused import parameter_gradient
 
 if TYPE_CHECKING:
     from terapipe.models.transformer import Block
@@ -119,4 +120,5 @@ class _WholeBlock(Piece):
         dout = torch.zeros_like(x) if dhidden._is_zerotensor() else dhidden.contiguous().resolve_neg()
         block_backward(call.shape, run, dout, x, parameters, gradients, call.cache, call.mask, dx=dx)
         # A view: autograd copies a gradient whose tensor somebody else holds too, as a link does its slot's.
-        return (dx.view(x.shape) if ctx.needs_input_grad[0] else None, None, *new)
+        of_parameters = [parameter_gradient(total, each) for total, each in zip(new, parameters, strict=True)]
+        return (dx.view(x.shape) if ctx.needs_input_grad[0] else None, None, *of_parameters)

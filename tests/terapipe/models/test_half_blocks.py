@@ -145,6 +145,20 @@ def test_kernels_follow_fp64(dtype: torch.dtype) -> None:
         assert (got - expected).norm() <= bound * expected.norm()
 
 
+@pytest.mark.parametrize("gpt", [False, True], ids=["llama", "gpt"])
+@pytest.mark.parametrize("granted", [None, torch.float32], ids=["any dtype", "fp32"])
+def test_gradients_have_the_dtype_of_the_plain_form(gpt: bool, granted: torch.dtype | None) -> None:
+    ours, plain = Pieces(gpt=gpt, dtype=torch.bfloat16), plainly(Pieces(gpt=gpt, dtype=torch.bfloat16))
+    hidden, turns = slices(torch.bfloat16)[0]
+    for pieces in (ours, plain):
+        for parameter in pieces.parameters():
+            parameter.grad_dtype = granted
+        weighted(pieces(hidden, None if gpt else turns.to(torch.complex64))).backward()
+    for (name, got), expected in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        assert got.grad is not None and expected.grad is not None
+        assert got.grad.dtype == expected.grad.dtype == (granted or torch.bfloat16), name
+
+
 def test_a_graph_runs_backward_twice_and_its_inputs_are_untouched() -> None:
     pieces = Pieces(gpt=False)
     hidden, turns = slices()[0]

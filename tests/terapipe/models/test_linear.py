@@ -93,11 +93,11 @@ def test_without_the_mark_it_is_a_plain_linear() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("gradient_dtype", [None, torch.float32], ids=["the weight's", "fp32"])
-def test_a_tables_gradient_is_rounded_once(dtype: torch.dtype, gradient_dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("gradient_dtype", ["default", None, torch.float32], ids=["the weight's", "any", "fp32"])
+def test_a_tables_gradient_is_rounded_once(dtype: torch.dtype, gradient_dtype: torch.dtype | str | None) -> None:
     torch.manual_seed(2)
     table = Table(7, 5, dtype=dtype, device="cpu")
-    if gradient_dtype is not None and dtype != torch.float64:
+    if not isinstance(gradient_dtype, str) and dtype != torch.float64:
         table.weight.grad_dtype = gradient_dtype
     ids = (torch.rand(3, 400) ** 4 * 7).long()
     gradient = torch.randn(3, 400, 5).abs().to(dtype)

@@ -108,6 +108,20 @@ def test_bf16_is_as_exact_as_its_pieces(monkeypatch: pytest.MonkeyPatch, config:
         assert (got[name] - exact[name]).norm() <= 2 * (value - exact[name]).norm() + 2**-8 * scale.norm(), name
 
 
+@pytest.mark.parametrize("granted", [None, torch.float32], ids=["any dtype", "fp32"])
+def test_gradients_have_the_dtype_of_the_pieces(monkeypatch: pytest.MonkeyPatch, granted: torch.dtype | None) -> None:
+    def prepared() -> Block:
+        made = make(GPT, torch.bfloat16)
+        for parameter in made.parameters():
+            parameter.grad_dtype = granted
+        return made
+
+    got = run(prepared(), dtype=torch.bfloat16)[0]
+    expected = pieces(monkeypatch, prepared(), dtype=torch.bfloat16)
+    for name, _ in make(GPT).named_parameters():
+        assert got[name].dtype == expected[name].dtype == (granted or torch.bfloat16), name
+
+
 def test_frozen_parameters_get_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     frozen = ("query.weight", "down.bias", "mlp_norm.weight")
     made = make(GPT)
