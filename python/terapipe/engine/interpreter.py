@@ -19,7 +19,7 @@ from torch.profiler import record_function
 
 from terapipe.engine.batch import Batch
 from terapipe.engine.stage import Stage
-from terapipe.models.half_blocks import Norm
+from terapipe.layer import Norm
 from terapipe.schedule import Action, Schedule, Transfer, sent_by, taken_by
 from terapipe.schedule import Link as PlannedLink
 from tpkernels.fused_reference import NormValues

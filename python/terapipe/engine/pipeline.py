@@ -55,7 +55,7 @@ from terapipe.engine.stage import Loss, Stage
 from terapipe.engine.start import LayerSource, Start, check_layers, check_starts, choose_links
 from terapipe.engine.trial import joined, try_out
 from terapipe.engine.wiring import Expected, Wiring, link_specs, open_local_wiring, open_process_wiring
-from terapipe.models.linear import IN_PLACE
+from terapipe.layer import own_gradients
 from terapipe.schedule import Plan, check, clock_order, ring_slots
 from terapipe.schedule.trace import TraceEvent
 from tpkernels import Mask
@@ -142,10 +142,7 @@ class Pipeline:
             for layer, module in own.items()
             for name, parameter in module.named_parameters()
         }
-        for parameter in self._parameters.values():
-            setattr(parameter, IN_PLACE, True)  # step() alone reads and replaces gradients, so a layer may add to them
-            if parameter.dtype.itemsize < 4:
-                parameter.grad_dtype = torch.float32
+        own_gradients(self._parameters.values())  # step() alone reads and replaces them
         self._slots = plan.slots
         if link_slots:
             self._slots = ring_slots(plan.schedule, link_slots)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import tpkernels
 from terapipe.engine.batch import Batch
-from terapipe.models.half_blocks import Entry, Norm, Out
+from terapipe.layer import Entry, Norm, Out
 from tpkernels.fused_reference import NormValues
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -50,7 +50,7 @@ class _Input:
 class Stage:
     """`layers` global name -> module, in order.  `slice_starts`, `slice_lengths` in tokens.  Layers with `make_cache`
     get a prefix cache per micro. A last layer that `adds_out` takes `out=`, which may add its two summands; a first one
-    with an `entry_norm` takes `entry=` (half_blocks.py)."""
+    with an `entry_norm` takes `entry=` (layer.py)."""
 
     def __init__(
         self,

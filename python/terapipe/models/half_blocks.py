@@ -3,9 +3,9 @@
 `norm_linears`: norm, then linears (q, k, v; or the head's), rotary on the first ones. `add_linear`: residual + linear.
 `mlp`: residual + down(activation(gate(norm)) * up(norm)). Autograd would see some ten small ops in each, and pay for
 their nodes, views and memory once a slice; here the ops between the GEMMs are one pass each (tpkernels.fused), the
-residual is added by a GEMM, weights' gradients are added in place (linear.py), and the backward keeps fewer tensors.
+residual is added by a GEMM, weights' gradients are added in place (layer.py), and the backward keeps fewer tensors.
 At a stage's border the first norm waits for its rows, and the residual is added where the sum is wanted, row by row
-(`Entry`, `Out`).
+(`Entry`, `Out` of layer.py).
 
 In fp32 whole_block.py runs all of a block as one node. Each piece has its plain form beside it, which serves
 torch.compile, autocast, other devices and modules with hooks. The one trap: an autograd.Function here must not write to
@@ -14,53 +14,18 @@ its inputs nor to the gradients it is given; buffers that it made itself it reus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from terapipe.models.linear import Linear, owned_gradient, weight_gradient
+from terapipe.layer import Entry, Norm, Out, owned_gradient
+from terapipe.models.linear import Linear, weight_gradient
 from tpkernels import fused
 from tpkernels.fused import as_rows
-from tpkernels.fused_reference import NormValues
 
 TURNED = 2  # linears whose outputs turn with the position: q and k
-
-Out = Callable[[Tensor, Tensor], Tensor]
-"""Where a sum is wanted: (x, residual) -> x + residual."""
-
-
-@dataclass
-class Entry:
-    """What a stage's first layer is told about its input. normed: its norm, computed as the rows came; gradient: gives
-    the memory for the input's gradient, asked for in the backward; either may be None."""
-
-    normed: NormValues | None = None
-    gradient: Callable[[], Tensor] | None = None
-
-
-class Norm(nn.Module):
-    """LayerNorm or RMSNorm over the last dimension, statistics in fp32 at least."""
-
-    def __init__(
-        self,
-        columns: int,
-        *,
-        rms: bool,
-        bias: bool,
-        eps: float,
-        dtype: torch.dtype,
-        device: torch.device | str | None,
-    ) -> None:
-        super().__init__()
-        self.rms, self.eps = rms, eps
-        self.weight = nn.Parameter(torch.empty(columns, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(columns, dtype=dtype, device=device)) if bias else None
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return fused.norm(hidden, self.weight, self.bias, eps=self.eps, rms=self.rms)
 
 
 def norm_linears(

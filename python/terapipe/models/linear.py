@@ -2,10 +2,8 @@
 
 hidden [batch, tokens, in] -> [batch, tokens, out], as nn.Linear. Every slice of a sequence adds to the same weight's
 gradient. Autograd would write each slice's share to new memory and then add it, four passes over a matrix as large as
-the weight; one GEMM that accumulates needs two. That happens only where the engine owns the gradient, which it says by
-an attribute of the parameter (`accumulates_in_place`), and where the dtypes agree; elsewhere it is a plain linear.
-
-The trap: hooks on the parameter, and torch.autograd.grad, see only what comes while `.grad` is None: the first slice.
+the weight; one GEMM that accumulates needs two. That happens only where the engine owns the gradient (layer.py) and the
+dtypes agree; elsewhere it is a plain linear.
 """
 
 from __future__ import annotations
@@ -16,11 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from terapipe.layer import owned_gradient, owns_gradient
 from tpkernels.fused import eager, parameter_gradient
-from tpkernels.prefix_cache import accumulator_dtype
-
-IN_PLACE = "accumulates_in_place"
-"""Attribute that the engine sets on the parameters whose `.grad` it owns."""
 
 
 class Linear(nn.Linear):
@@ -28,7 +23,7 @@ class Linear(nn.Linear):
 
     def forward(self, hidden: Tensor) -> Tensor:
         weight = self.weight
-        if not getattr(weight, IN_PLACE, False) or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not owns_gradient(weight) or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return F.linear(hidden, weight, self.bias)
         return _AccumulatingLinear.apply(hidden, weight, self.bias)
 
@@ -77,17 +72,6 @@ class _Gather(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         total = torch.ops.aten.embedding_dense_backward(gradient.float(), ids, ctx.weight.shape[0], -1, False)
         return None, parameter_gradient(total, ctx.weight)
-
-
-def owned_gradient(parameter: Tensor | None) -> Tensor | None:
-    """The gradient that a backward may add to: there already, owned by the engine, of the parameter's size, and fp32
-    (fp64 for fp64)."""
-    if parameter is None or not getattr(parameter, IN_PLACE, False):
-        return None
-    gradient = parameter.grad
-    if gradient is None or gradient.dtype != accumulator_dtype(parameter.dtype) or gradient.shape != parameter.shape:
-        return None
-    return gradient if gradient.is_contiguous() and not gradient.is_neg() else None
 
 
 def weight_gradient(dout: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from terapipe.layer import Entry, Norm, Out
 from terapipe.models.config import EMBEDDING, HEAD, ModelConfig, tied_parameters
-from terapipe.models.half_blocks import Entry, Norm, Out, add_linear, mlp, norm_linears
+from terapipe.models.half_blocks import add_linear, mlp, norm_linears
 from terapipe.models.linear import Linear, Table
 from terapipe.models.rotary import RotaryAngles
 from terapipe.models.whole_block import whole_block

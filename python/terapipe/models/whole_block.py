@@ -2,7 +2,7 @@
 
 `whole_block` gives None where it cannot; then the block runs as the pieces of half_blocks.py, in fp32 with the same
 bits. The one trap is theirs too: gradients may be added to parameters' `.grad` in place, where the engine owns it
-(linear.py).
+(layer.py).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from terapipe.models.half_blocks import Entry, Out, Piece, parameters_of
-from terapipe.models.linear import owned_gradient
+from terapipe.layer import Entry, Out, owned_gradient
+from terapipe.models.half_blocks import Piece, parameters_of
 from tpkernels import Mask, PrefixCache
 from tpkernels.block import MODULES, BlockShape, block_backward, block_forward, fits, served
 from tpkernels.fused import parameter_gradient

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from terapipe.engine import Batch, cross_entropy_sum
 from terapipe.engine.stage import Stage
+from terapipe.layer import own_gradients
 from terapipe.models import layers
 from terapipe.models.config import EMBEDDING, HEAD, ModelConfig
-from terapipe.models.linear import IN_PLACE
 from terapipe.planner.costs import BLOCK
 from terapipe.timing.step_times import barrier
 from tpkernels import Mask
@@ -48,10 +48,8 @@ class Bench:
         self.model, self.dtype = model, dtype
         self.layers = {name: factories[name]() for name in names}
         self.parameters = [parameter for layer in self.layers.values() for parameter in layer.parameters()]
+        own_gradients(self.parameters)
         for parameter in self.parameters:
-            setattr(parameter, IN_PLACE, True)
-            if parameter.dtype.itemsize < 4:
-                parameter.grad_dtype = torch.float32
             parameter.grad = torch.zeros_like(parameter, dtype=torch.promote_types(dtype, torch.float32))
 
     def measure(self, length: int, start: int, *, tokens: int, micro_size: int, samples: Samples) -> None:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from terapipe.models.half_blocks import Norm, add_linear, mlp, norm_linears
-from terapipe.models.linear import IN_PLACE, Linear
+from terapipe.layer import Norm, own_gradients
+from terapipe.models.half_blocks import add_linear, mlp, norm_linears
+from terapipe.models.linear import Linear
 
 HIDDEN, INNER, HEAD_DIM = 12, 20, 4
 
@@ -81,8 +82,7 @@ def weighted(outs: list[Tensor]) -> Tensor:
 )
 def test_one_node_a_piece_equals_the_plain_form(gpt: bool, owned: bool, use: Callable[[list[Tensor]], Tensor]) -> None:
     ours, plain = Pieces(gpt=gpt), plainly(Pieces(gpt=gpt))
-    for parameter in ours.parameters():
-        setattr(parameter, IN_PLACE, owned)
+    own_gradients(ours.parameters() if owned else ())
     got, expected = (gradients(pieces, rotary=not gpt, use=use) for pieces in (ours, plain))
     assert "Mlp" in str(ours(*slices()[0])[0].grad_fn) and "Mlp" not in str(plain(*slices()[0])[0].grad_fn)
     for name, value in expected.items():
@@ -91,8 +91,7 @@ def test_one_node_a_piece_equals_the_plain_form(gpt: bool, owned: bool, use: Cal
 
 def test_owned_gradients_stay_in_their_memory() -> None:
     pieces = Pieces(gpt=False)
-    for parameter in pieces.parameters():
-        setattr(parameter, IN_PLACE, True)
+    own_gradients(pieces.parameters())
     (first, turns), (second, more) = slices()
     weighted(pieces(first, turns)).backward()
     before = {

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from terapipe.models.linear import IN_PLACE, Linear, Table, owned_gradient
+from terapipe.layer import own_gradients, owned_gradient
+from terapipe.models.linear import Linear, Table
 
 
 def pair(*, bias: bool, dtype: torch.dtype = torch.float64) -> tuple[Linear, nn.Linear]:
     torch.manual_seed(0)
     ours, plain = (kind(5, 7, bias=bias, dtype=dtype) for kind in (Linear, nn.Linear))
     plain.load_state_dict(ours.state_dict())
-    for parameter in ours.parameters():
-        setattr(parameter, IN_PLACE, True)
+    own_gradients(ours.parameters())
     return ours, plain
 
 

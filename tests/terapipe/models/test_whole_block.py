@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from terapipe.layer import Entry, own_gradients
 from terapipe.models import ModelConfig, layers, transformer
-from terapipe.models.half_blocks import Entry
-from terapipe.models.linear import IN_PLACE
 from terapipe.models.transformer import Block
 from tpkernels import GradientAccumulator, Mask, PrefixCache, block
 from tpkernels.fused import norm_forward
@@ -44,8 +43,7 @@ def run(
 ) -> tuple[dict[str, Tensor], str]:
     """Values and gradients over all slices, and the name of the output's node."""
     torch.manual_seed(1)
-    for parameter in made.parameters():
-        setattr(parameter, IN_PLACE, owned)
+    own_gradients(made.parameters() if owned else ())
     tokens = sum(SLICES)
     mask = Mask.from_documents([[7, tokens - 7]] * batch)
     cache = made.make_cache(batch, tokens, dtype, "cpu")  # type: ignore[operator]

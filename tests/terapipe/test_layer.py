@@ -1,0 +1,39 @@
+"""What the engine and a layer tell each other: which gradients may be added to, and that the engine needs no models."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from terapipe.layer import own_gradients, owned_gradient
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_an_owned_gradient_is_there_wide_enough_and_plain(dtype: torch.dtype) -> None:
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    mine, other = (nn.Parameter(torch.randn(3, 4, dtype=dtype)) for _ in range(2))
+    own_gradients([mine])
+    assert owned_gradient(None) is None and owned_gradient(mine) is None
+    if dtype == torch.bfloat16:
+        assert mine.grad_dtype == torch.float32 and other.grad_dtype == dtype
+    mine.grad = torch.zeros(3, 4, dtype=wide)
+    assert owned_gradient(mine) is mine.grad
+    other.grad_dtype = wide
+    other.grad = torch.zeros(3, 4, dtype=wide)
+    assert owned_gradient(other) is None
+    for unfit in (torch.zeros(4, 3, dtype=wide).t(), torch.zeros(3, 4, dtype=wide)._neg_view()):
+        mine.grad = unfit
+        assert owned_gradient(mine) is None
+    if dtype != torch.float64:
+        mine.grad_dtype = mine.grad = None
+        mine.grad = torch.zeros(3, 4, dtype=torch.float64)
+        assert owned_gradient(mine) is None
+
+
+def test_the_engine_runs_layers_without_knowing_any() -> None:
+    code = "import sys; sys.modules['terapipe.models'] = None; import terapipe.engine"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
