@@ -67,8 +67,8 @@ class LinkModel:
 
     def __post_init__(self) -> None:
         require_time("latency_s of a link", self.latency_s)
-        if not 0 < self.bytes_per_s < math.inf:
-            raise ValueError(f"bytes_per_s of a link must be positive and finite, got {self.bytes_per_s!r}.")
+        if not 1 <= self.bytes_per_s < math.inf:
+            raise ValueError(f"bytes_per_s of a link must be finite and at least 1, got {self.bytes_per_s!r}.")
 
 
 FREE_LINK = LinkModel(0.0, 1e15)
@@ -141,6 +141,13 @@ class CostModel:
         missing = [kind for kind in LAYER_KINDS if kind not in self.layers]
         if missing:
             raise ValueError(f"the costs lack the layer {missing[0]!r}; they need {', '.join(LAYER_KINDS)}.")
+        for name in ("max_tokens", "tensor", "devices_per_node"):
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                raise ValueError(f"{name} of the costs is {count}; it must be at least 1.")
+        if not self.micro_sizes:
+            each = {kind: sorted(layer.forward) for kind, layer in self.layers.items()}
+            raise ValueError(f"the layers' costs have no micro size in common, got {each}; profile them together.")
         if not self.links:
             raise ValueError("the costs name no link; give at least one kind with latency_s and bytes_per_s.")
 

@@ -133,9 +133,9 @@ class GridCost:
     def __post_init__(self) -> None:
         if not self.lengths or not self.starts:
             raise ValueError("a cost table needs at least one length and one start.")
-        for name, axis in (("lengths", self.lengths), ("starts", self.starts)):
-            if any(a >= b for a, b in itertools.pairwise(axis)):
-                raise ValueError(f"the {name} of a cost table must ascend, got {list(axis)}.")
+        for name, axis, least in (("lengths", self.lengths, 1), ("starts", self.starts, 0)):
+            if any(a >= b for a, b in itertools.pairwise(axis)) or axis[0] < least:
+                raise ValueError(f"the {name} of a cost table must ascend from at least {least}, got {list(axis)}.")
         if len(self.seconds) != len(self.starts):
             raise ValueError(
                 f"a cost table needs a row for each of {len(self.starts)} starts, got {len(self.seconds)}."

@@ -8,18 +8,20 @@ model nor the replicas; never execute one without comparing both.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from terapipe.models.config import ModelConfig
-from terapipe.planner.costs import CostModel
+from terapipe.planner.costs import CostModel, LinkModel
+from terapipe.planner.json_file import Format, read
+from terapipe.planner.pass_costs import require_time
 from terapipe.planner.prediction import ActionTimes, Layout, Prediction
 from terapipe.schedule import Link, LinkCost, Plan, Simulation, simulate
 
-FORMAT, VERSION = "terapipe-planned-run", 1
+FILE = Format("plan file", "terapipe-planned-run", 1, made_by="terapipe plan")
 ENGINE_DTYPES = ("fp32", "bf16")
 
 
@@ -67,8 +69,8 @@ class PlannedRun:
     def to_json(self) -> str:
         links = [[*link, cost.latency_s, cost.bytes_per_s, cost.bytes_of] for link, cost in self.times.links.items()]
         fields = {
-            "format": FORMAT,
-            "version": VERSION,
+            "format": FILE.format,
+            "version": FILE.version,
             **{name: getattr(self, name) for name in _PLAIN},
             "memory_bytes": list(self.memory_bytes),
             "model": dataclasses.asdict(self.model),
@@ -84,59 +86,71 @@ class PlannedRun:
     @staticmethod
     def from_json(text: str) -> PlannedRun:
         """Reads `to_json`; ValueError for anything else or another version."""
-        try:
-            fields = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"the plan file is not JSON: {error}") from None
-        if not isinstance(fields, dict) or fields.get("format") != FORMAT:
-            raise ValueError(
-                f'the file is not a planned run: it lacks "format": "{FORMAT}"; `terapipe plan` writes one.'
-            )
-        if fields.get("version") != VERSION:
-            raise ValueError(
-                f"the plan file has version {fields.get('version')!r}, this program reads version {VERSION}; make the "
-                f"plan again with this program."
-            )
-        missing = sorted({*_PLAIN, *_OTHER} - set(fields))
-        if missing:
-            raise ValueError(f"the plan file lacks {missing[0]!r}; make the plan again.")
-        for name in ("step_s", "makespan_s", "bubble_share"):  # shown by a run's last line, which would fail
-            if type(fields[name]) not in (int, float) or not 0 <= fields[name] < math.inf:
-                raise ValueError(f"{name} of the plan file is {fields[name]!r}, not a number; make the plan again.")
-        try:
-            return PlannedRun(
-                **{name: fields[name] for name in _PLAIN},
-                plan=Plan.from_json(json.dumps(fields["plan"])),
-                model=ModelConfig(**fields["model"]),
-                layout=Layout(**fields["layout"]),
-                memory_bytes=tuple(fields["memory_bytes"]),
-                times=ActionTimes(
-                    {kind: tuple(map(tuple, table)) for kind, table in fields["times"].items()},
-                    {kind: tuple(row) for kind, row in fields["first"].items()},
-                    {
-                        Link(source, destination, way): LinkCost(latency, rate, tuple(sizes))
-                        for source, destination, way, latency, rate, sizes in fields["links"]
-                    },
-                ),
-            )
-        except (TypeError, AttributeError) as error:
-            raise ValueError(f"a field of the plan file has the wrong type: {error}") from None
+        fields = FILE.fields(text)
+        for name in (*_PLAIN, *_OTHER):
+            if name not in fields:
+                raise ValueError(f"{name!r} is missing in the plan file; make the plan again.")
+        kinds = get_type_hints(PlannedRun)
+        values = {name: read(kinds[name], fields[name], name) for name in (*_PLAIN, "model", "layout", "memory_bytes")}
+        for name in ("step_s", "makespan_s", "bubble_share"):  # shown by a run's last line
+            require_time(name, values[name])
+        plan = Plan.from_json(json.dumps(fields["plan"]))
+        times = ActionTimes(
+            read(get_type_hints(ActionTimes)["by_kind"], fields["times"], "times"),
+            read(get_type_hints(ActionTimes)["first"], fields["first"], "first"),
+            _links(read(_LINKS, fields["links"], "links"), plan),
+        )
+        _check_times(times, plan)
+        return PlannedRun(plan=plan, times=times, **values)
 
 
 _PLAIN = ("dtype", "label", "hardware", "source", "step_s", "makespan_s", "bubble_share", "mfu")
 _OTHER = ("memory_bytes", "model", "layout", "times", "first", "links", "plan")
 
 
+_LINKS = tuple[tuple[int, int, str, float, float, tuple[float, ...]], ...]
+
+
+def _links(found: Any, plan: Plan) -> dict[Link, LinkCost]:
+    """ValueError unless every hand-off of the plan has a cost."""
+    links: dict[Link, LinkCost] = {}
+    for *link, latency_s, bytes_per_s, sizes in found:
+        LinkModel(latency_s, bytes_per_s)  # which refuses what cannot be
+        if len(sizes) == len(plan.slices):
+            links[Link(*link)] = LinkCost(latency_s, bytes_per_s, sizes)
+    ranks = [plan.schedule.stage_rank(stage) for stage in range(len(plan.stages))]
+    for here, there in itertools.pairwise(ranks):
+        for wanted in (Link(here, there, "F"), Link(there, here, "B")):
+            if here != there and wanted not in links:
+                raise ValueError(
+                    f"links lacks {wanted} with the bytes of each of {len(plan.slices)} slices; make the plan again."
+                )
+    return links
+
+
+def _check_times(times: ActionTimes, plan: Plan) -> None:
+    """ValueError unless every action of the plan has a time."""
+    stages, slices = len(plan.stages), len(plan.slices)
+    for kind in "FIWB":
+        rows = times.by_kind.get(kind, ())
+        if len(rows) != stages or any(len(row) != slices for row in rows):
+            raise ValueError(
+                f"times.{kind} is of {len(rows)} stages with {sorted({len(row) for row in rows})} slices, the plan of "
+                f"{stages} with {slices}; make the plan again."
+            )
+        for seconds in itertools.chain(*rows):
+            require_time(f"an entry of times.{kind}", seconds)
+    for kind in "FB":
+        row = times.first.get(kind, ())
+        if len(row) != stages:
+            raise ValueError(f"first.{kind} has {len(row)} entries for {stages} stages; make the plan again.")
+        for seconds in row:
+            require_time(f"an entry of first.{kind}", seconds)
+
+
 def load(path: Path) -> PlannedRun:
     """The planned run of a file; ValueError names the file."""
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read the plan {path}: {error}; make one with `terapipe plan`.") from error
-    try:
-        return PlannedRun.from_json(text)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    return FILE.load(path, PlannedRun.from_json)
 
 
 def refuse_other_model(planned: PlannedRun, model: ModelConfig) -> None:
