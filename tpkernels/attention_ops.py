@@ -20,6 +20,7 @@ from torch import Tensor
 from tpkernels import backends
 from tpkernels.backends import RawSettings
 from tpkernels.mask import RawMask
+from tpkernels.memory import readable
 from tpkernels.prefix_cache import accumulator_dtype
 from tpkernels.slice_order import Slice, appended, claim, gone_back, place, starts_backward
 
@@ -91,9 +92,9 @@ def _forward(
     elif lse.numel():
         with _no_autocast(q.device.type):
             backend.forward(
-                _last_dim_contiguous(q),
-                _last_dim_contiguous(k),
-                _last_dim_contiguous(v),
+                readable(q),
+                readable(k),
+                readable(v),
                 out=out,
                 lse=lse,
                 settings=_raw_settings(settings, piece, mask, sinks),
@@ -182,12 +183,12 @@ def _backward(
     if dq.numel() and k.shape[1]:
         with _no_autocast(q.device.type):
             backend.backward(
-                _last_dim_contiguous(dout),
-                _last_dim_contiguous(q),
-                _last_dim_contiguous(k),
-                _last_dim_contiguous(v),
-                out,
-                lse,
+                readable(dout),
+                readable(q),
+                readable(k),
+                readable(v),
+                readable(out),
+                lse.contiguous(),
                 dq=dq,
                 dk=dk,
                 dv=dv,
@@ -290,6 +291,7 @@ def _call(
 
 
 def _raw_settings(settings: Settings, piece: Slice, mask: RawMask, sinks: Tensor | None) -> RawSettings:
+    sinks = None if sinks is None else readable(sinks)
     return RawSettings(piece.start, mask, settings.scale, settings.softcap, sinks, settings.deterministic)
 
 
@@ -319,7 +321,3 @@ def _no_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
     if autocasts(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
-
-
-def _last_dim_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -23,6 +23,7 @@ from tpkernels.attention_ops import Settings
 from tpkernels.backends import RawSettings
 from tpkernels.compat_pieces import Piece, Sequences, Window, check_sequences, pieces_of, sequence_intervals
 from tpkernels.mask import CAUSAL, RawMask
+from tpkernels.memory import readable
 from tpkernels.prefix_cache import accumulator_dtype
 
 
@@ -114,7 +115,8 @@ class _Work(NamedTuple):
 
 def _work(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, which: _Keys, settings: Settings) -> _Work:
     window = Window(settings.causal, settings.window_left, settings.window_right)
-    arguments: dict[str, Any] = {"scale": settings.scale, "softcap": settings.softcap, "sinks": sinks}
+    arguments: dict[str, Any] = {"scale": settings.scale, "softcap": settings.softcap}
+    arguments["sinks"] = None if sinks is None else readable(sinks)
     intervals = which.intervals
     if intervals is None:
         assert which.cu_q is not None and which.cu_k is not None
@@ -148,7 +150,7 @@ def _packed_backend(call: backends.AttentionCall, requested: str) -> backends.Ba
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
     backend, pieces, arguments = _work(q, k, v, sinks, _Keys(*rest[:5]), Settings(*rest[5:]))
-    q, k, v = (attention_ops._last_dim_contiguous(x) for x in (q, k, v))
+    q, k, v = (readable(x) for x in (q, k, v))
     if pieces is None:
         from tpkernels.triton.varlen import varlen_forward
 
@@ -187,7 +189,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     settings = Settings(*rest[5:])
     backend, pieces, arguments = _work(q, k, v, sinks, _Keys(*rest[:5]), settings)
-    dout, q, k, v = (attention_ops._last_dim_contiguous(x) for x in (dout, q, k, v))
+    dout, q, k, v = (readable(x) for x in (dout, q, k, v))
     if pieces is None:
         from tpkernels.triton.varlen import varlen_backward
 

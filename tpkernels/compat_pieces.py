@@ -71,11 +71,11 @@ def mask_intervals(mask: Tensor) -> Tensor:
 
 def sequence_intervals(sequences: Sequences, tokens: int, window: Window) -> Tensor:
     """int32 [1, tokens, 2] of packed sequences; [0, 0) for queries behind the last one."""
-    intervals = torch.zeros(1, tokens, 2, dtype=torch.int32)
+    intervals = torch.zeros(1, tokens, 2, dtype=torch.int32, device="cpu")
     queries = itertools.pairwise(sequences.cu_q.tolist())
     keys = itertools.pairwise(sequences.cu_k.tolist())
     for (q_begin, q_end), (k_begin, k_end) in zip(queries, keys, strict=True):
-        numbers = torch.arange(q_end - q_begin)
+        numbers = torch.arange(q_end - q_begin, device="cpu")
         intervals[0, q_begin:q_end] = aligned_intervals(numbers, q_end - q_begin, k_begin, k_end, window)
     return intervals
 
@@ -177,7 +177,7 @@ def _joined_to_the_next(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
     """Queries before the first that sees a key continue its run backwards, still empty: left padding is no piece."""
     sees = hi > lo
     first = sees.to(torch.uint8).argmax(1, keepdim=True) if hi.shape[1] else hi
-    number = torch.arange(hi.shape[1])
+    number = torch.arange(hi.shape[1], device="cpu")
     before = (number < first) & sees.any(1, keepdim=True)
     if not before.any():
         return lo, hi

@@ -6,8 +6,8 @@ torch.compile or autocast, in fp64 and elsewhere each is plain torch.
 The rest are the kernels themselves, for autograd.Functions of larger pieces: rows in, rows out, no autograd; `out=` may
 be any rows of contiguous elements, also an input's. A row's result never depends on the rows beside it.
 
-The one trap: the extension sees raw addresses, so tensors must have a contiguous last dimension (`as_rows` sees to it)
-and one dtype; only gradients of norm weights, and statistics, are fp32.
+The one trap: the extension sees raw addresses, so rows must be `readable` (memory.py; `as_rows` sees to it), and shapes
+and dtypes agree; only gradients of norm weights, and statistics, are fp32. What broadcasts is plain torch's.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tpkernels import fused_reference as formulas
 from tpkernels.cuda_fused import norms_for
 from tpkernels.dtypes import DTYPE_CODES
 from tpkernels.fused_reference import Activation, GatedGradients, NormGradients, NormValues
+from tpkernels.memory import readable
 
 try:
     from tpkernels import _core
@@ -41,7 +42,7 @@ _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, rms: bool) -> Tensor:
     """RMSNorm (rms=True) or LayerNorm of x [..., columns] over the last dimension, times weight [columns], plus bias
     [columns]: [..., columns] in x's dtype. Statistics in fp32 at least; eps is added to the mean square or variance."""
-    if _served(x, weight, bias) or _served_by_cuda(x, weight, bias):
+    if _normed_by_kernels(x, None, weight, bias):
         out: Tensor = _Norm.apply(x, None, weight, bias, eps, rms)[1]
         return out
     if rms:
@@ -53,7 +54,7 @@ def add_norm(
     x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, rms: bool
 ) -> tuple[Tensor, Tensor]:
     """total = x + delta, both [..., columns], and the norm of total, as `norm` gives it."""
-    if _served(x, delta, weight, bias) or _served_by_cuda(x, delta, weight, bias):
+    if _normed_by_kernels(x, delta, weight, bias):
         total, out = _Norm.apply(x, delta, weight, bias, eps, rms)
         return total, out
     total = x + delta
@@ -62,17 +63,24 @@ def add_norm(
 
 def rotary(x: Tensor, turns: Tensor) -> Tensor:
     """Pairs of neighbouring channels of x [batch, tokens, heads, head_dim] times turns, complex [batch or 1, tokens, 1,
-    head_dim / 2]. 16-bit tensors are turned in fp32."""
-    if _served(x) and turns.dtype == torch.complex64:
+    head_dim / 2]. 16-bit tensors are turned in fp32. ValueError for turns that do not fit."""
+    if _served(x) and turns_fit(turns, *x.shape[:2], head_dim=x.shape[-1]):
         out: Tensor = _Rotary.apply(x, turns)
         return out
+    batch, tokens, _, head_dim = x.shape
+    rows_fit = turns.shape[0] == 1 or turns.shape[0] == batch  # not `in`: Dynamo finds a symbolic size in no tuple
+    if not rows_fit or turns.shape[1:] != (tokens, 1, head_dim // 2) or turns.device != x.device:
+        raise ValueError(
+            f"rotary: turns are {list(turns.shape)} on {turns.device}; {list(x.shape)} on {x.device} needs "
+            f"[{batch} or 1, {tokens}, 1, {head_dim // 2}] there"
+        )
     pairs = torch.view_as_complex(formulas.wide(x).unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up of two tensors of one shape and dtype, elementwise (Shazeer, arXiv 2002.05202)."""
-    if _served(gate, up):
+    if _served(gate, up) and gate.shape == up.shape:
         out: Tensor = _Gated.apply(gate, up, "silu")
         return out
     return F.silu(gate) * up
@@ -88,7 +96,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 def eager(*tensors: Tensor | None) -> bool:
     """Whether an autograd.Function over plain rows may replace a chain of torch ops here: nothing traces, no autocast,
-    no tensor subclass, one dtype, CPU."""
+    no tensor subclass, one dtype, all on the CPU."""
     first = tensors[0]
     return first is not None and first.is_cpu and _plain(*tensors)
 
@@ -100,9 +108,9 @@ def _plain(*tensors: Tensor | None) -> bool:
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return False
-    dtype = first.dtype
-    for x in tensors:  # noqa: SIM110 (all() of a generator takes twice as long; this runs three times a block and slice)
-        if x is not None and (type(x) not in _PLAIN_TENSORS or x.dtype != dtype):
+    dtype, on_cpu = first.dtype, first.is_cpu
+    for x in tensors:  # not all(): a generator takes twice as long, and this runs three times a block and slice
+        if x is not None and (type(x) not in _PLAIN_TENSORS or x.dtype != dtype or x.is_cpu != on_cpu):
             return False
     return True
 
@@ -117,11 +125,29 @@ def parameter_gradient(total: Tensor | None, parameter: Tensor | None) -> Tensor
 
 def _served(*tensors: Tensor | None) -> bool:
     first = tensors[0]
-    return first is not None and _core is not None and first.dtype in DTYPE_CODES and eager(*tensors)
+    if first is None or _core is None or first.dtype not in DTYPE_CODES:
+        return False
+    return first.dim() > 0 and first.numel() > 0 and eager(*tensors)
+
+
+def _normed_by_kernels(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None) -> bool:
+    columns = x.shape[-1:]
+    if weight.shape != columns or (bias is not None and bias.shape != columns):
+        return False
+    if delta is not None and delta.shape != x.shape:
+        return False
+    return _served(x, delta, weight, bias) or _served_by_cuda(x, delta, weight, bias)
 
 
 def _served_by_cuda(x: Tensor, *others: Tensor | None) -> bool:
     return x.device.type == cuda_fused.DEVICE_TYPE and _plain(x, *others) and norms_for(as_rows(x)) is not None
+
+
+def turns_fit(turns: Tensor, batch: int, tokens: int, *, head_dim: int) -> bool:
+    """Whether kernels take these turns: complex64 [batch or 1, tokens, 1, head_dim / 2] on the CPU."""
+    shape = turns.shape
+    fits = shape[:1] in ((1,), (batch,)) and shape[1:] == (tokens, 1, head_dim // 2)
+    return fits and turns.dtype == torch.complex64 and turns.is_cpu
 
 
 class _Norm(torch.autograd.Function):
@@ -189,9 +215,8 @@ def _turned(x: Tensor, turns: Tensor, *, inverse: bool) -> Tensor:
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """x [..., columns] as [rows, columns] with a contiguous last dimension; a view where possible."""
-    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
+    """x [..., columns] as [rows, columns] that kernels can read; a view where possible."""
+    return readable(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
 
 
 def norm_forward(
@@ -206,13 +231,16 @@ def norm_forward(
     out: Tensor | None = None,
 ) -> NormValues:
     """norm(x + delta) * weight + bias of rows x, delta; written to `total` and `out` where they are given."""
-    if (kernels := norms_for(x, delta, total, out)) is not None:
-        return kernels.norm_forward(x, weight, bias, eps=eps, rms=rms, delta=delta, total=total, out=out)
-    code = _code(x)
-    if code is None:
+    kernels, code = norms_for(x, delta, total, out), _code(x)
+    if kernels is None and code is None:
         values = formulas.norm_forward(x, weight, bias, eps=eps, rms=rms, delta=delta)
         placed = values.total if delta is None else _placed(values.total, total)
         return values._replace(total=placed, out=_placed(values.out, out))
+    _check_alike(x, delta, total, out)
+    weight, bias = _channels(x, weight), None if bias is None else _channels(x, bias)
+    if kernels is not None:
+        return kernels.norm_forward(x, weight, bias, eps=eps, rms=rms, delta=delta, total=total, out=out)
+    assert code is not None
     rows, columns = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     if delta is None:
@@ -256,16 +284,18 @@ def norm_backward(
     """Gradients of norm_forward; x is its `total`, dx may be dout.
 
     dweight and dbias, where given, are added to: [columns], fp32 (fp64 for fp64), contiguous."""
-    if (kernels := norms_for(x, dout, dresidual, dx)) is not None:
-        sums = {"dweight": dweight, "dbias": dbias}
-        return kernels.norm_backward(dout, x, weight, mean, rstd, dresidual=dresidual, dx=dx, **sums)
-    code = _code(x)
-    if code is None:
+    kernels, code = norms_for(x, dout, dresidual, dx), _code(x)
+    if kernels is None and code is None:
         found = formulas.norm_backward(dout, x, weight, mean, rstd, dresidual=dresidual)
         of_weight = found.dweight if dweight is None else dweight.add_(found.dweight)
         of_bias = found.dbias if dbias is None or found.dbias is None else dbias.add_(found.dbias)
         return NormGradients(_placed(found.dx, dx), of_weight, of_bias)
     _check_alike(x, dout, dresidual, dx)
+    weight = _channels(x, weight)
+    if kernels is not None:
+        sums = {"dweight": dweight, "dbias": dbias}
+        return kernels.norm_backward(dout, x, weight, mean, rstd, dresidual=dresidual, dx=dx, **sums)
+    assert code is not None
     rows, columns = x.shape
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if dx is None else dx
     dweight = x.new_zeros(columns, dtype=torch.float32) if dweight is None else dweight
@@ -298,7 +328,7 @@ def rotate(x: Tensor, turns: Tensor, *, head_dim: int, inverse: bool = False, ou
     if code is None or turns.dtype != torch.complex64:
         return _placed(formulas.rotate(x.unflatten(1, (-1, head_dim)), turns, inverse=inverse).flatten(1), out)
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-    turns = turns.contiguous()
+    turns = turns.resolve_conj().resolve_neg().contiguous()
     rows, columns = x.shape
     turn_rows = turns.shape[0]
     if turns.shape[1] * 2 != head_dim or not turns.is_cpu or (rows and (not turn_rows or rows % turn_rows)):
@@ -319,6 +349,7 @@ def gated_forward(gate: Tensor, up: Tensor | None, *, activation: Activation, ou
     code = _code(gate)
     if code is None:
         return _placed(formulas.gated_forward(gate, up, activation=activation), out)
+    _check_alike(gate, up, out)
     out = torch.empty_like(gate, memory_format=torch.contiguous_format) if out is None else out
     ups = _NONE if up is None else _view(up)
     threads = torch.get_num_threads()
@@ -358,11 +389,22 @@ def gated_backward(
 
 def _check_alike(x: Tensor, *others: Tensor | None) -> None:
     for other in others:
-        if other is not None and (other.shape != x.shape or other.dtype != x.dtype):
+        if other is not None and (other.shape != x.shape or other.dtype != x.dtype or other.is_cpu != x.is_cpu):
             raise RuntimeError(
-                f"tpkernels.fused: {list(other.shape)} {other.dtype} beside {list(x.shape)} {x.dtype}; they must be "
-                "alike (run backward() outside autocast, and before parameters change)"
+                f"tpkernels.fused: {list(other.shape)} {other.dtype} on {other.device} beside {list(x.shape)} "
+                f"{x.dtype} on {x.device}; they must be alike (run backward() outside autocast, and before parameters "
+                "change)"
             )
+
+
+def _channels(x: Tensor, values: Tensor) -> Tensor:
+    """A norm's weight or bias, one value for each column of x, as memory that a kernel can read."""
+    if values.shape != x.shape[1:] or values.dtype != x.dtype or values.is_cpu != x.is_cpu:
+        raise RuntimeError(
+            f"tpkernels.fused: a norm's weight or bias is {list(values.shape)} {values.dtype} on {values.device}; "
+            f"for {list(x.shape)} {x.dtype} on {x.device} it must be {list(x.shape[1:])}, of that dtype and device"
+        )
+    return readable(values)
 
 
 def kernel_code(dtype: torch.dtype) -> int | None:

@@ -71,7 +71,7 @@ class Mask:
         if torch.compiler.is_compiling() or not starts.numel():
             return
         host = starts.detach().cpu()
-        positions = torch.arange(host.shape[1], dtype=torch.int32)
+        positions = torch.arange(host.shape[1], dtype=torch.int32, device="cpu")
         late = (host > positions) | (host < 0)
         if late.any():
             row, position = (int(index) for index in late.nonzero()[0])

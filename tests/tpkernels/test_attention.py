@@ -120,6 +120,37 @@ def test_lse_and_dtypes(backend):
         lse.sum().backward()
 
 
+def _sliced(x):
+    return torch.stack([x, torch.full_like(x, float("nan"))], -1)[..., 0]
+
+
+@pytest.mark.parametrize(
+    "noted",
+    [
+        lambda x: torch._neg_view(-x),
+        lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
+        _sliced,
+        lambda x: x[:, :, :, :1].expand(x.shape) if x.dim() == 4 else x[:1].expand(x.shape),
+    ],
+    ids=["a sign", "zeros", "strides", "one value for all"],
+)
+@pytest.mark.parametrize("cached", [False, True], ids=["plain", "cached"])
+def test_what_memory_does_not_say_is_heeded(noted, cached, backend):
+    q, k, v, dout = (noted(torch.randn(2, 9, 2, 8)) for _ in range(4))
+    sinks = noted(torch.randn(2))
+
+    def results(backend, dtype, q, k, v, sinks, dout):
+        leaves = [x.to(dtype).detach().requires_grad_() for x in (q, k, v)]
+        leaves.append(sinks.detach().requires_grad_())
+        cache = PrefixCache(2, 9, 2, 8, dtype=dtype) if cached else None
+        out = prefix_attention(*leaves[:3], cache, sinks=leaves[3], backend=backend)
+        return [out, *torch.autograd.grad(out, leaves, dout.to(dtype))]
+
+    exact = results("reference", torch.float64, *(x.clone() for x in (q, k, v, sinks, dout)))
+    for found, expected in zip(results(backend, torch.float32, q, k, v, sinks, dout), exact, strict=True):
+        torch.testing.assert_close(found.double(), expected.double(), rtol=1e-4, atol=1e-5)
+
+
 # ---- the ways torch calls an op --------------------------------------------------------------------------------------
 
 

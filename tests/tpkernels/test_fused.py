@@ -246,6 +246,66 @@ def test_public_ops_equal_plain_torch(monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+NOTED = {
+    "a sign": lambda x: torch._neg_view(-x),
+    "zeros": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype) if not x.is_complex() else x,
+    "a conjugation": lambda x: x.conj().resolve_conj().conj() if x.is_complex() else x,
+    "strides": lambda x: torch.stack([x, torch.full_like(x, float("nan"))], -1)[..., 0],
+    "one value for all": lambda x: x.flatten()[:1].expand(x.shape) if x.dim() == 1 else x,
+}
+"""Tensors whose memory does not say all about them."""
+
+
+@pytest.mark.parametrize("how", NOTED)
+def test_what_memory_does_not_say_is_heeded(how):
+    x, up, dout = (torch.randn(2, 5, 3, 8) for _ in range(3))
+    weight, bias, turns = torch.randn(8), torch.randn(8), torch.randn(2, 5, 1, 4, dtype=torch.complex64)
+    given = [NOTED[how](each) for each in (x, up, dout, weight, bias, turns)]
+
+    def results(x, up, dout, weight, bias, turns):
+        x, up, weight, bias = (each.detach().requires_grad_() for each in (x, up, weight, bias))
+        outs = [fused.norm(x, weight, bias, eps=EPS, rms=False), fused.norm(x, weight, eps=EPS, rms=True)]
+        outs += [*fused.add_norm(x, up, weight, bias, eps=EPS, rms=False), fused.rotary(x, turns)]
+        outs += [fused.swiglu(x, up), fused.gelu_tanh(up)]
+        return [*outs, *torch.autograd.grad(outs, [x, up, weight, bias], [dout] * len(outs))]
+
+    expected = results(*(each.to(torch.complex128 if each.is_complex() else torch.float64) for each in given))
+    for found, exact in zip(results(*given), expected, strict=True):
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=2e-5)
+
+
+def test_shapes_that_do_not_fit_are_torchs_to_broadcast_or_to_refuse():
+    x, one = torch.randn(3, 8), torch.randn(1, 8)
+    weight = torch.randn(8)
+    for total, out in (
+        fused.add_norm(x, one, weight, eps=EPS, rms=True),
+        fused.add_norm(one, x, weight, eps=EPS, rms=True),
+    ):
+        torch.testing.assert_close(total, x + one)
+        torch.testing.assert_close(out, torch.nn.functional.rms_norm(x + one, (8,), weight, EPS))
+    torch.testing.assert_close(fused.swiglu(x, one), torch.nn.functional.silu(x) * one)
+    for bad in (torch.ones(7), torch.ones(9), torch.ones(2, 4), torch.ones(8, device="meta")):
+        with pytest.raises((RuntimeError, ValueError)):
+            fused.norm(x, bad, eps=EPS, rms=True)
+        with pytest.raises((RuntimeError, ValueError)):
+            fused.norm(x, weight, bad, eps=EPS, rms=False)
+        with pytest.raises(RuntimeError, match="weight or bias is"):
+            fused.norm_forward(x, bad, None, eps=EPS, rms=True)
+        with pytest.raises(RuntimeError, match="weight or bias is"):
+            fused.norm_backward(x, x, bad, None, torch.ones(3, 1))
+    for other in (one, x.double(), x.to("meta")):
+        with pytest.raises(RuntimeError, match="must be alike"):
+            fused.norm_forward(x, weight, None, eps=EPS, rms=True, delta=other)
+        with pytest.raises(RuntimeError, match="must be alike"):
+            fused.gated_forward(x, other, activation="silu")
+    rows = torch.randn(2, 4, 3, 8)
+    for shape in ((2, 1, 1, 4), (1, 4, 3, 4), (4, 1, 4), (1, 4, 1, 3)):
+        with pytest.raises(ValueError, match="rotary: turns are"):
+            fused.rotary(rows, torch.randn(shape, dtype=torch.complex64))
+    assert fused.gelu_tanh(torch.tensor(1.0)).shape == () and fused.gelu_tanh(torch.empty(0)).shape == (0,)
+    assert fused.norm(torch.empty(2, 0), torch.empty(0), eps=EPS, rms=True).shape == (2, 0)
+
+
 def test_fp64_is_plain_torch():
     leaves, outs = everything(torch.float64)
     assert not any("_Norm" in str(out.grad_fn) or "_Gated" in str(out.grad_fn) for out in outs)
@@ -271,6 +331,14 @@ def test_under_compile_and_autocast_it_is_plain_torch():
     with torch.autocast("cpu", dtype=torch.bfloat16), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert "_Gated" not in str(fused.swiglu(x, y).grad_fn)
+
+
+def test_turns_of_any_number_of_tokens_compile():
+    torch._dynamo.reset()
+    compiled = torch.compile(fused.rotary, fullgraph=True, backend="eager", dynamic=True)
+    for batch, tokens in ((2, 5), (1, 7), (3, 6)):
+        x, turns = torch.randn(batch, tokens, 3, 8), torch.randn(batch, tokens, 1, 4, dtype=torch.complex64)
+        torch.testing.assert_close(compiled(x, turns), fused.rotary(x, turns))
 
 
 def test_empty_rows():

@@ -130,6 +130,25 @@ def test_fused_ends_give_the_bits_of_plain_ones_and_work_at_once(
         assert not in_step or not normed.acquire(blocking=False)  # each tile was waited for
 
 
+def test_torchs_defaults_and_odd_parameters_do_not_reach_the_memory_of_a_norm(meet: Callable[..., Pair]) -> None:
+    pair = sender, receiver = meet(make_spec())
+    x, weight, bias = torch.randn(2, 70, 3), torch.randn(6)[::2], torch._neg_view(torch.randn(3))
+    plain = fused.norm_forward((x + x).view(140, 3), weight, bias, eps=1e-5, rms=False)
+    given = [(weight, bias), (weight.contiguous(), bias.resolve_neg())]
+    for key, (its_weight, its_bias) in zip(expect_slices(pair, 2), given, strict=True):
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            sender.put_sum(key, x, x)
+            with torch.device("meta"):
+                values = receiver.take_norm(key, its_weight, its_bias, eps=1e-5, rms=False)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert values.mean is not None and plain.mean is not None
+        assert torch.equal(values.out.view(140, 3), plain.out) and torch.equal(values.mean, plain.mean)
+        assert values.rstd.dtype == torch.float32 and torch.equal(values.rstd, plain.rstd)
+        receiver.release(key)
+
+
 def test_a_sum_that_does_not_fit_the_slot_or_a_ring_that_copies_out_still_works(meet: Callable[..., Pair]) -> None:
     pair = sender, receiver = meet(make_spec(slots=1, resident=False))
     x, weight = torch.randn(2, 70, 3), torch.randn(3)

@@ -15,7 +15,7 @@ import secrets
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -181,18 +181,16 @@ class ShmLink:
     def take_norm(self, key: Key, weight: Tensor, bias: Tensor | None = None, *, eps: float, rms: bool) -> NormValues:
         """The norm of the next slice, of each tile as soon as it is there. `total` is what `take` returns."""
         code, shape = fused.kernel_code(self.spec.dtype), self._order.shapes.get(key)
-        fits = all(x is None or (x.dtype == self.spec.dtype and x.is_contiguous()) for x in (weight, bias))
-        if code is None or shape is None or not self.spec.resident or not fits or weight.shape != shape[-1:]:
+        if code is None or shape is None or not self.spec.resident or not _fit(weight, bias, shape, self.spec.dtype):
             x = self.take(key)
             values = fused.norm_forward(fused.as_rows(x), weight, bias, eps=eps, rms=rms)
             return values._replace(total=x, out=values.out.view(x.shape))
-        out = torch.empty(shape, dtype=self.spec.dtype)
-        rows = out.numel() // shape[-1]
-        mean, rstd = None if rms else torch.empty(rows, 1), torch.empty(rows, 1)
-        biases, means = 0 if bias is None else bias.data_ptr(), 0 if mean is None else mean.data_ptr()
+        out = torch.empty(shape, dtype=self.spec.dtype, device="cpu")
+        mean, rstd = (torch.empty(out.numel() // shape[-1], 1, dtype=torch.float32, device="cpu") for _ in range(2))
+        biases, means = 0 if bias is None else bias.data_ptr(), 0 if rms else mean.data_ptr()
         into, threads = (out.data_ptr(), weight.data_ptr(), biases, means, rstd.data_ptr()), torch.get_num_threads()
         x = self._ring.take_norm(key, code, rms, eps, shape[-1], into, threads)
-        return NormValues(x, out, mean, rstd)
+        return NormValues(x, out, None if rms else mean, rstd)
 
     @property
     def waited(self) -> tuple[float, float]:
@@ -229,7 +227,7 @@ class ShmLink:
                     self._ring.release(key, self._poison)
             self._ring.expect([])
             return None
-        whole = torch.zeros(self.spec.slot_shape, dtype=self.spec.dtype)
+        whole = torch.zeros(self.spec.slot_shape, dtype=self.spec.dtype, device="cpu")
         seconds: dict[tuple[int, ...], list[float]] = {shape: [] for shape in shapes}
         for key, shape in zip(keys, shapes, strict=True):  # each waits for the release of the one before
             x = whole.flatten()[: math.prod(shape)].view(shape)
@@ -269,6 +267,16 @@ class ShmLink:
             view = torch.frombuffer(self._segment.memory, dtype=self.spec.dtype, count=count, offset=offset)
             self._views[slot, shape] = view.view(shape)
         return key, slot, shape, self._views[slot, shape]
+
+
+def _fit(weight: Tensor, bias: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether an address says all about a norm's weight and bias."""
+    for x in (weight, bias):
+        if x is not None and (x.shape != shape[-1:] or x.dtype != dtype or not x.is_cpu):
+            return False
+        if x is not None and (not x.is_contiguous() or x.is_neg()):
+            return False
+    return True
 
 
 def _refusal(order: Order, spec: LinkSpec, key: Key | None, x: Tensor | None, done: int) -> LinkError:

@@ -42,7 +42,7 @@ def norm_linears(
     Those are [batch, tokens, out], with head_dim [batch, tokens, heads, head_dim]. turns, complex [batch or 1, tokens,
     1, head_dim / 2], turn the first two (q and k)."""
     parameters = parameters_of(hidden, norm, *linears)
-    if parameters is not None:
+    if parameters is not None and (turns is None or fused.turns_fit(turns, *hidden.shape[:2], head_dim=head_dim or 0)):
         outputs: tuple[Tensor, ...] = _NormLinears.run(hidden, (norm, entry), head_dim, turns, *parameters)
         return outputs
     normed = norm(hidden)

@@ -20,7 +20,7 @@ class RotaryAngles:
     """
 
     def __init__(self, head_dim: int, theta: float) -> None:
-        self.frequencies = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / -head_dim)
+        self.frequencies = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / -head_dim)
         self._positions: Tensor | None = None
         self._version = -1
         self._turns: Tensor | None = None

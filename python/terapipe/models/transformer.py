@@ -195,8 +195,9 @@ def initialise(layer: nn.Module, name: str, config: ModelConfig, *, seed: int) -
             global_name = f"{name}.{local_name}"
             adds_to_residual = name.startswith("blocks.") and local_name in ("output.weight", "down.weight")
             spread = config.initial_std / (math.sqrt(2 * config.layers) if adds_to_residual else 1.0)
-            generator = torch.Generator().manual_seed(_derived_seed(seed, ties.get(global_name, global_name)))
-            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, spread, generator=generator))
+            generator = torch.Generator("cpu").manual_seed(_derived_seed(seed, ties.get(global_name, global_name)))
+            drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+            parameter.copy_(drawn.normal_(0.0, spread, generator=generator))
 
 
 def _derived_seed(seed: int, name: str) -> int:

@@ -16,7 +16,8 @@ from terapipe.layer import Entry, Out, owned_gradient
 from terapipe.models.half_blocks import Piece, parameters_of
 from tpkernels import Mask, PrefixCache
 from tpkernels.block import MODULES, BlockShape, block_backward, block_forward, fits, served
-from tpkernels.fused import parameter_gradient
+from tpkernels.fused import parameter_gradient, turns_fit
+from tpkernels.memory import readable
 
 if TYPE_CHECKING:
     from terapipe.models.transformer import Block
@@ -59,19 +60,16 @@ def whole_block(
 def _as_planned(block: Block, x: Tensor, mask: Mask, turns: Tensor | None) -> bool:
     """Whether the norms are still those that the block was made with, its GEMMs are wanted in fp32, and documents and
     turns fit x [batch, tokens, hidden]."""
-    shape, documents, batches = block.shape, mask.document_starts, (1, x.shape[0])
+    shape, documents = block.shape, mask.document_starts
     for norm in (block.attention_norm, block.mlp_norm):
         if norm.eps != shape.eps or norm.rms != shape.rms:
             return False
     precision = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
     if x.dtype == torch.float32 and precision not in ("none", "ieee"):
         return False
-    if documents is not None and (documents.shape[0] not in batches or not documents.is_cpu):
+    if documents is not None and (documents.shape[0] not in (1, x.shape[0]) or not documents.is_cpu):
         return False
-    if turns is None:
-        return True
-    fits_rows = turns.shape[0] in batches and turns.shape[1:] == (x.shape[1], 1, shape.head_dim // 2)
-    return fits_rows and turns.dtype == torch.complex64 and turns.is_cpu and not turns.is_conj()
+    return turns is None or turns_fit(turns, *x.shape[:2], head_dim=shape.head_dim)
 
 
 class _WholeBlock(Piece):
@@ -80,7 +78,7 @@ class _WholeBlock(Piece):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, call: _Call, *parameters: Tensor | None) -> Tensor:
         x = hidden.contiguous()
-        turns = None if call.turns is None else call.turns.flatten(0, 2).contiguous()
+        turns = None if call.turns is None else call.turns.flatten(0, 2).contiguous().resolve_conj().resolve_neg()
         normed = None if call.entry is None else call.entry.normed
         if normed is not None:
             normed = normed._replace(out=normed.out.contiguous())
@@ -117,7 +115,7 @@ class _WholeBlock(Piece):
         dx = None if entry is None or entry.gradient is None else entry.gradient()
         if dx is None or dx.shape != x.shape or dx.dtype != x.dtype or not dx.is_cpu or not dx.is_contiguous():
             dx = torch.empty_like(x)
-        dout = torch.zeros_like(x) if dhidden._is_zerotensor() else dhidden.contiguous().resolve_neg()
+        dout = readable(dhidden).contiguous()
         block_backward(call.shape, run, dout, x, parameters, gradients, call.cache, call.mask, dx=dx)
         # A view: autograd copies a gradient whose tensor somebody else holds too, as a link does its slot's.
         of_parameters = [parameter_gradient(total, each) for total, each in zip(new, parameters, strict=True)]

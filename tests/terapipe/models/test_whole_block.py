@@ -277,6 +277,16 @@ def once(made: Block, cache: PrefixCache | None = None, mask: Any = None, positi
     return found
 
 
+@pytest.mark.parametrize("name", ["attention_norm", "mlp_norm"])
+def test_no_kernel_reads_a_norm_on_another_device(name: str) -> None:
+    made = make(LLAMA)
+    getattr(made, name).to("meta")
+    try:
+        assert once(made).is_meta  # torch's own ops go on with a shape
+    except (RuntimeError, ValueError) as error:
+        assert "meta" in str(error)
+
+
 def test_caches_turns_and_masks_that_do_not_fit_are_refused_as_by_the_pieces() -> None:
     made = make(LLAMA)
     for sizes in ((1, 6), (2, 4), (4, 6), (2, 16), (2, 6, 9)):
