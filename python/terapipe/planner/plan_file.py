@@ -101,6 +101,10 @@ class PlannedRun:
             _links(read(_LINKS, fields["links"], "links"), plan),
         )
         _check_times(times, plan)
+        if len(values["memory_bytes"]) != plan.ranks:
+            raise ValueError(
+                f"memory_bytes has {len(values['memory_bytes'])} entries for {plan.ranks} ranks; make the plan again."
+            )
         return PlannedRun(plan=plan, times=times, **values)
 
 

@@ -32,6 +32,11 @@ class Layout:
     recompute: bool = False
     link: str | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("data", "tensor"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} of a layout is {getattr(self, name)}; it must be at least 1.")
+
 
 @dataclass(frozen=True)
 class ActionTimes:

@@ -116,7 +116,7 @@ class Plan:
                 stages=tuple((first, last) for first, last in fields["stages"]),
                 schedule=Schedule.from_text("\n".join(fields["schedule"])),
             )
-        except TypeError as error:
+        except (TypeError, OverflowError) as error:
             raise ValueError(f"a field of the plan file has the wrong type: {error}") from None
 
 
