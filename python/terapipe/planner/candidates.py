@@ -8,6 +8,7 @@ them slices of equal length, and none at all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -16,7 +17,7 @@ from typing import NamedTuple
 from terapipe.planner.costs import CostModel, StageCosts
 from terapipe.planner.partition import split_by_time
 from terapipe.planner.prediction import Layout, beside
-from terapipe.planner.request import CostsOf, Reasons, Request, check_unit, counted, listed
+from terapipe.planner.request import CostsOf, Reasons, Request, check_unit, counted, in_tokens, listed
 from terapipe.planner.slicing import cost_table, equal_cost_slices, slice_sequence
 from terapipe.schedule import GENERATORS, Plan, Schedule
 
@@ -71,7 +72,7 @@ def candidates_of(request: Request, costs_of: CostsOf) -> Iterator[Candidate]:
         try:
             costs = costs_of(tensor)
         except ValueError as error:
-            why.tensor.append(str(error))
+            why.tensor.append(str(error).removesuffix("."))
             continue
         if request.ranks % tensor:
             why.ranks.append(f"tensor {tensor} does not divide {request.ranks} ranks")
@@ -79,15 +80,15 @@ def candidates_of(request: Request, costs_of: CostsOf) -> Iterator[Candidate]:
         devices = request.ranks // tensor
         if request.data is not None and all(devices % data for data in request.data):
             why.ranks.append(f"data {listed(request.data)} does not divide {counted(devices, 'rank')}")
-        for pipe in range(1, devices + 1):
+        for data in request.data or (1,):
+            if devices % data == 0 and devices // data > costs.num_layers:
+                why.ranks.append(f"{devices // data} stages for {costs.num_layers} layers (embedding and head counted)")
+        for pipe in range(1, min(devices, costs.num_layers) + 1):
             data, rest = divmod(devices, pipe)
             if rest or (request.data is not None and data not in request.data):
                 continue
             if request.batch % data:
                 why.ranks.append(f"{data} replicas do not divide a batch of {request.batch}")
-                continue
-            if pipe > costs.num_layers:
-                why.ranks.append(f"{pipe} stages for {costs.num_layers} layers (embedding and head counted)")
                 continue
             sizes = request.sizes(costs)
             if not any(request.batch // data % size == 0 for size in sizes):
@@ -246,7 +247,7 @@ def _slicings(setting: _Setting, unit: int) -> Iterator[tuple[int, ...]]:
         return
     seen: set[tuple[int, ...]] = {(request.tokens,)}
     yield (request.tokens,)
-    units = request.tokens // unit
+    units = math.ceil(request.tokens / unit)
     if setting.pipe == 1 or units == 1:
         return
     added = (2.0 + setting.layout.recompute) * setting.costs.overheads.action_s
@@ -261,7 +262,7 @@ def _slicings(setting: _Setting, unit: int) -> Iterator[tuple[int, ...]]:
     found += [equal_cost_slices(table, slices=count).slices for count in counts]
     found += [tuple(units // count + (index < units % count) for index in range(count)) for count in counts]
     for slices in found:
-        lengths = tuple(length * unit for length in slices)
+        lengths = in_tokens(slices, unit, request.tokens)
         if lengths not in seen:
             seen.add(lengths)
             yield lengths

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from terapipe.planner.costs import CostModel
 from terapipe.schedule import GENERATORS
 
-MOST_UNITS = 256
-BUDGET_S = 6.0
+MOST_UNITS, LEAST_UNITS = 256, 64  # of a sequence where none were asked for
+MOST_GIVEN_UNITS = 8192  # 15 s and 0.4 GB; twice as many take four times both
+BUDGET_S = 6.0  # of simulating
+MOST_REASONS = 4
 
 CostsOf = Callable[[int], CostModel]
 """The costs at a tensor degree; ValueError for one that cannot be."""
@@ -47,18 +49,33 @@ class Request:
 
 
 def check_unit(tokens: int, unit: int | None) -> int:
-    """The unit of slices: given and dividing, or the smallest divisor that leaves at most 256 units."""
+    """The unit of slices. None: the smallest divisor that leaves at most 256 units, or where no divisor leaves 64 of
+    them, a power of two that leaves 128 or more: the last unit is shorter then. ValueError for a given one that does
+    not divide, or leaves too many."""
+    least = math.ceil(tokens / MOST_UNITS)
+    divisors = sorted({n for k in range(1, math.isqrt(tokens) + 1) if tokens % k == 0 for n in (k, tokens // k)})
     if unit is None:
-        return next(n for n in range(max(1, math.ceil(tokens / MOST_UNITS)), tokens + 1) if tokens % n == 0)
+        divisor = next(n for n in divisors if n >= least)
+        return divisor if tokens // divisor >= min(tokens, LEAST_UNITS) else 1 << (least - 1).bit_length()
     if unit < 1 or tokens % unit:
-        divisors = [n for n in range(1, tokens + 1) if tokens % n == 0]
         near = sorted(sorted(divisors, key=lambda n: abs(n - unit))[:2])
         lengths = [n * unit for n in (tokens // unit, tokens // unit + 1) if n > 0] if unit > 0 else []
         raise ValueError(
             f"a unit of {unit} tokens does not divide a sequence of {tokens}; use a unit such as "
             f"{listed(near)}" + (f", or sequences of {' or '.join(map(str, lengths))} tokens." if lengths else ".")
         )
+    if tokens // unit > MOST_GIVEN_UNITS:
+        raise ValueError(
+            f"a unit of {unit} cuts {tokens} tokens into {tokens // unit} units, more than {MOST_GIVEN_UNITS}; use a "
+            f"unit of {next(n for n in divisors if tokens // n <= MOST_GIVEN_UNITS)} or more."
+        )
     return unit
+
+
+def in_tokens(lengths: Iterable[int], unit: int, tokens: int) -> tuple[int, ...]:
+    """Slices of whole units as token lengths that sum to the sequence, whose last unit may be shorter."""
+    whole = [length * unit for length in lengths]
+    return (*whole[:-1], tokens - sum(whole[:-1]))
 
 
 @dataclass
@@ -73,7 +90,9 @@ class Reasons:
     def text(self, request: Request, costs_of: CostsOf) -> str:
         """The refusal, with the remedies that would help."""
         asked, batch = counted(request.ranks, "rank"), request.batch
-        why = "; ".join(dict.fromkeys((*self.tensor, *(self.others or self.ranks))))
+        reasons = list(dict.fromkeys((*self.tensor, *(self.others or self.ranks))))
+        more = len(reasons) - MOST_REASONS
+        why = "; ".join(reasons[:MOST_REASONS]) + (f"; and {more} more" if more > 0 else "")
         if self.others or not self.ranks:
             return f"there is no plan for {asked} and a batch of {batch}: {why}."
         near = sorted(_usable_ranks(request, costs_of), key=lambda ranks: abs(ranks - request.ranks))[:4]

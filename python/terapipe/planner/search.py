@@ -52,14 +52,15 @@ def search(request: Request, costs_of: CostsOf) -> Found:
     ranked: list[Ranked] = []
     best: Ranked | None = None
     skipped: list[Candidate] = []
-    left_out = 0
+    late: list[Candidate] = []  # of the skipped: those that no bound rules out
+    simulating = time.process_time()
     fitting = [candidate for candidate in candidates if candidate.least_bytes <= request.memory_bytes]
     for candidate in fitting:
         if best is not None and candidate.bound_s >= best.prediction.step_s:
             skipped.append(candidate)
-        elif time.process_time() - began > request.budget_s:
+        elif time.process_time() - simulating > request.budget_s:
             skipped.append(candidate)
-            left_out += 1
+            late.append(candidate)
         else:
             ranked.append(_simulated(candidate, request, costs_of))
             if ranked[-1].fits and (best is None or ranked[-1].prediction.step_s < best.prediction.step_s):
@@ -76,6 +77,8 @@ def search(request: Request, costs_of: CostsOf) -> Found:
             ranked.append(_simulated(candidate, request, costs_of))
             if ranked[-1].fits:
                 known |= _kinds(candidate)
+    seen = {id(one.candidate) for one in ranked}
+    left_out = sum(id(candidate) not in seen for candidate in late)
     ranked.sort(key=lambda one: one.prediction.step_s)
     ruled_out = len(candidates) - len(ranked) - left_out
     return Found(best, tuple(ranked), len(candidates), ruled_out, left_out, time.process_time() - began)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 from planner_cases import provider, request
@@ -39,7 +40,8 @@ def test_only_what_was_named_is_tried():
 def test_other_ranks_are_named_where_ranks_are_the_reason():
     text = refusal(ranks=13)
     assert text.startswith(
-        "13 ranks cannot be cut into pipe x data x tensor for a batch of 4: 13 replicas do not divide"
+        "13 ranks cannot be cut into pipe x data x tensor for a batch of 4: 13 stages for 8 layers (embedding and head "
+        "counted); 13 replicas do not divide"
     )
     near = re.search(r"; ([\d, ]+) ranks can be used; or change the batch", text)
     assert near is not None and near[1] == "10, 12, 14, 16"
@@ -48,7 +50,23 @@ def test_other_ranks_are_named_where_ranks_are_the_reason():
     assert "; 10, 12, 14, 16 ranks can be used" in refusal(ranks=21, micro_sizes=(2,))  # 20 would need size 1
     assert "data 3 does not divide 4 ranks; or change the batch" in refusal(data=(3,))
     assert "; 3, 6, 9, 12 ranks can be used" in refusal(data=(3,), batch=3, ranks=4, tensor=(1,))
-    assert "tensor degree 16 does not divide the model's heads 8" in refusal(ranks=16, tensor=(16,))
+    assert "tensor degree 16 does not divide the model's heads 8; choose a divisor." in refusal(ranks=16, tensor=(16,))
+
+
+def test_a_number_of_ranks_that_nobody_has_is_refused_at_once_and_in_few_words():
+    began = time.process_time()
+    text = refusal(ranks=720720)
+    assert "720720 stages for 8 layers" in text and "; and " in text and len(text) < 500
+    assert "720720 stages" not in refusal(ranks=720720, data=(16,)) and time.process_time() - began < 2
+
+
+@pytest.mark.parametrize("tokens", [509, 2 * 257, 7919])
+def test_a_length_that_nothing_divides_is_sliced_all_the_same(tokens):
+    every = list(candidates_of(request(tokens=tokens, unit=None, data=(1,)), provider()))
+    assert all(sum(one.slices) == tokens and min(one.slices) > 0 for one in every)
+    assert max(len(one.slices) for one in every) >= 4
+    unit = 2 if tokens < 2048 else 32
+    assert all(length % unit == 0 for one in every for length in one.slices[:-1])
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planner_cases import costs_8b, request
 
-from terapipe.planner.request import MOST_UNITS, check_unit
+from terapipe.planner.request import LEAST_UNITS, MOST_UNITS, check_unit, in_tokens
 
 
-@given(st.integers(1, 10_000))
-def test_the_unit_chosen_divides_and_leaves_few_units(tokens):
+@given(st.integers(1, 10_000) | st.integers(1, 2**31 - 1))
+def test_the_unit_chosen_divides_and_leaves_few_units_or_nearly_divides(tokens):
     unit = check_unit(tokens, None)
-    assert tokens % unit == 0 and tokens // unit <= MOST_UNITS
-    assert all(tokens % n or tokens // n > MOST_UNITS for n in range(1, unit))
+    counts = [n for n in range(1, MOST_UNITS + 1) if tokens % n == 0]
+    if tokens % unit == 0:
+        assert tokens // unit == max(counts)
+    else:
+        assert max(counts) < LEAST_UNITS and unit & (unit - 1) == 0
+        assert MOST_UNITS // 2 < tokens / unit <= MOST_UNITS
+
+
+@given(st.lists(st.integers(1, 9), min_size=1), st.integers(1, 9), st.integers(0, 8))
+def test_slices_of_units_cover_the_sequence_whose_last_unit_may_be_short(units, unit, missing):
+    tokens = sum(units) * unit - missing % unit
+    lengths = in_tokens(units, unit, tokens)
+    assert sum(lengths) == tokens and len(lengths) == len(units) and lengths[-1] > (units[-1] - 1) * unit
+    assert lengths[:-1] == tuple(length * unit for length in units[:-1])
+
+
+def test_more_units_than_can_be_searched_are_refused_with_the_smallest_that_can():
+    with pytest.raises(ValueError, match="into 12000 units, more than 8192; use a unit of 2 or more"):
+        check_unit(12000, 1)
+    assert check_unit(12000, 2) == 2 and check_unit(8192, 1) == 1
 
 
 @pytest.mark.parametrize(

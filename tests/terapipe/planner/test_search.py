@@ -88,3 +88,24 @@ def test_every_schedule_is_a_candidate():
     best = found.best
     again = predict(best.candidate.plan(), provider()(1), best.candidate.layout)
     assert again.step_s == best.prediction.step_s
+
+
+def test_what_the_budget_leaves_out_is_counted_apart_from_what_bounds_rule_out():
+    """No time at all: the last resorts are simulated, and every candidate is counted once."""
+    found = search(request(ranks=4, data=(1,), budget_s=0.0), provider())
+    assert found.left_out > 0 and found.ruled_out >= 0
+    assert len(found.ranked) + found.left_out + found.ruled_out == found.candidates
+
+
+def test_slow_candidates_leave_simulation_its_time(monkeypatch):
+    """What a large search spends before it simulates is no reason to take a plan that was not compared."""
+
+    def slowly(asked, costs_of):
+        until = time.process_time() + 0.3
+        yield from candidates_of(asked, costs_of)
+        while time.process_time() < until:
+            pass
+
+    best = search(request(ranks=2, data=(1,)), provider()).best
+    monkeypatch.setattr(search_module, "candidates_of", slowly)
+    assert search(request(ranks=2, data=(1,), budget_s=0.29), provider()).best.candidate == best.candidate
