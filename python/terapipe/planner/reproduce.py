@@ -29,6 +29,9 @@ from terapipe.schedule.action import Action
 from terapipe.schedule.generators import terapipe
 
 UNIT_TOKENS = 8  # the authors' planner counted in these
+MOST_TOKENS = 32768  # 0.8 GB and 2 s; twice as many take four times both
+MOST_ACTIONS = 400_000  # of a simulated step; the paper's have at most 20,000
+NUMBERS = ("ranks", "tensor", "data", "batch", "tokens")  # options of a setting of the user's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +90,9 @@ def replay(setting: Setting, number: int | None = None) -> Replay:
 
 def plan_slices(setting: Setting) -> Slicing:
     """The best slices, in units, for the slowest kind of stage."""
+    _check_actions(setting, 1)
+    if setting.tokens > MOST_TOKENS:
+        raise ValueError(f"tokens is {setting.tokens}; it must be at most {MOST_TOKENS}.")
     if setting.tokens % UNIT_TOKENS:
         raise ValueError(f"tokens is {setting.tokens}; give a multiple of {UNIT_TOKENS}, the unit of the search.")
     units = setting.tokens // UNIT_TOKENS
@@ -98,6 +104,7 @@ def plan_slices(setting: Setting) -> Slicing:
 
 def simulated_step_s(setting: Setting, slices: Sequence[int]) -> float:
     """All forwards, then all backwards, on every stage with its own hop; optimizer and all-reduce after it."""
+    _check_actions(setting, len(slices))
     starts = np.cumsum([0, *slices[:-1]])
     tables = {}
     for network in (True, False):
@@ -110,6 +117,15 @@ def simulated_step_s(setting: Setting, slices: Sequence[int]) -> float:
 
     schedule = terapipe(setting.pipe, setting.micros, len(slices))
     return float(simulate(schedule, cost).makespan) + once_per_step_s(setting)
+
+
+def _check_actions(setting: Setting, slices: int) -> None:
+    actions = 2 * setting.pipe * setting.micros * slices
+    if actions > MOST_ACTIONS:
+        raise ValueError(
+            f"{setting.pipe} stages, {setting.micros} sequences a replica and {slices} slices are {actions} actions a "
+            f"step, more than the {MOST_ACTIONS} that are simulated; give a smaller batch."
+        )
 
 
 def uniform_counts(setting: Setting) -> list[int]:
@@ -195,6 +211,10 @@ def _of_user(options: argparse.Namespace) -> Replay:
         raise ValueError("--setting names a setting of the paper, --model another one; give one of them.")
     if options.model not in PRESETS:
         raise ValueError(unknown("model", options.model, PRESETS))
+    for key in NUMBERS:
+        value = getattr(options, key)
+        if value is not None and value < 1:
+            raise ValueError(f"--{key} is {value}; it must be at least 1.")
     missing = [f"--{key}" for key in ("ranks", "batch") if getattr(options, key) is None]
     if missing:
         raise ValueError(f"--model needs {' and '.join(missing)} too.")
@@ -212,9 +232,12 @@ def _of_user(options: argparse.Namespace) -> Replay:
 
 
 def _numbers(options: argparse.Namespace) -> list[int]:
-    for key in ("ranks", "tensor", "data", "batch", "tokens"):
-        if getattr(options, key) is not None:
-            raise ValueError(f"--{key} goes with --model; the paper's settings have their own.")
+    for key in NUMBERS:
+        value = getattr(options, key)
+        if value is not None:
+            raise ValueError(
+                f"--{key} {value} goes with --model NAME, which is not given; the paper's settings have their own."
+            )
     wanted = options.setting or list(SETTINGS)
     strange = [number for number in wanted if number not in SETTINGS]
     if strange:

@@ -140,9 +140,14 @@ def test_any_other_setting_of_the_cluster_is_replayed(tmp_path: Path) -> None:
         (["--model", "gpt3_13b", "--ranks", "40", "--batch", "7", "--data", "2"], ["batch of 7", "2 replicas"]),
         (["--model", "gpt3_13b", "--ranks", "40", "--batch", "8", "--tensor", "3"], ["tensor is 3", "8 GPUs"]),
         (["--model", "gpt3_13b", "--ranks", "40", "--batch", "8", "--tokens", "2044"], ["2044", "multiple of 8"]),
-        (["--model", "gpt3_13b", "--ranks", "0", "--batch", "8"], ["pipe is 0"]),
-        (["--ranks", "4"], ["--ranks goes with --model"]),
-        *(([f"--{key}", "4"], [f"--{key} goes with --model"]) for key in ("tensor", "data", "batch", "tokens")),
+        (["--model", "gpt3_13b", "--ranks", "0", "--batch", "8"], ["--ranks is 0; it must be at least 1"]),
+        (["--ranks", "0"], ["--ranks 0 goes with --model NAME, which is not given"]),
+        *(([f"--{key}", "4"], [f"--{key} 4 goes with --model"]) for key in ("tensor", "data", "batch", "tokens")),
+        (["--model", "gpt3_13b", "--ranks", "4", "--batch", "1", "--tokens", "32776"], ["32776", "at most 32768"]),
+        (
+            ["--model", "gpt3_13b", "--ranks", "4", "--batch", "99999999"],
+            ["4 stages, 99999999 sequences", "smaller batch"],
+        ),
         (["--model", "gpt3_13b", "--setting", "1"], ["give one of them"]),
     ],
 )
