@@ -35,6 +35,7 @@ from terapipe.world import ALONE, launched_world
 
 Command = TypeVar("Command")
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+MOST = {"ranks": 10**6, "tokens": 2**31 - 1, "batch": 10**6}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,8 @@ class PlanCommand:
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Number format of weights and activations. None: that of the hardware."""
     unit: int | None = None
-    """Tokens that every slice length is a multiple of. None: chosen so that a sequence has at most 256 of them."""
+    """Tokens that every slice length is a multiple of. None: chosen so that a sequence has at most 256 of them; where
+    no number divides it well, the last slice takes what is left."""
     tensor: tuple[int, ...] = ()
     """Tensor degrees to try. Without it: 1, 2, 4 and 8, as far as one node has so many devices."""
     data: tuple[int, ...] = ()
@@ -166,6 +168,11 @@ def plan(arguments: Sequence[str]) -> int:
     costs = costs_of(layout.tensor)
     planned = PlannedRun.of(best.plan(), found.best.prediction, costs, layout=layout, label=str(best))
     print(describe_found(found, request, planned))
+    if command.tokens > costs.max_tokens:
+        print(
+            f"note: {command.hardware} has costs up to {costs.max_tokens} tokens; for {command.tokens} they are "
+            f"extrapolated, the worse the further. `terapipe profile --tokens {command.tokens}` measures them."
+        )
     _write(command.out, planned.to_json())
     print(f"\nwritten to {command.out}; {_next_step(planned, command.out, costs.devices_per_node)}")
     if command.json is not None:
@@ -179,6 +186,9 @@ def _check(command: PlanCommand) -> None:
         given = getattr(command, name)
         if min(given if isinstance(given, tuple) else (given,), default=1) < 1:
             raise ValueError(f"{_option(name, given)}; it must be at least 1.")
+    for name, most in MOST.items():
+        if getattr(command, name) > most:
+            raise ValueError(f"{_option(name, getattr(command, name))}; it must be at most {most}.")
     if not command.schedules:
         raise ValueError(f"--schedules names none; leave it out, or name some of {listed(GENERATORS)}.")
     for name in command.schedules:
