@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import terapipe
+from terapipe import files
 from terapipe.names import unknown
 from terapipe.world import launched_world
 
@@ -47,6 +48,7 @@ def run(modules: Mapping[str, Path], name: str, *, json_file: Path | None, plot_
         raise ValueError(f"benchmark {name} draws no plot; use --json.")
     if plot_file is not None and plot_file.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"--plot {plot_file} ends in none of .png, .svg and .pdf; give it one of these.")
+    files.check_distinct({"--json": json_file, "--plot": plot_file})
     rows = [_as_row(row) for row in module.run()]
     world = launched_world()
     if world is not None and world.rank > 0:
@@ -56,11 +58,11 @@ def run(modules: Mapping[str, Path], name: str, *, json_file: Path | None, plot_
     if json_file is not None:
         from terapipe import environment
 
-        json_file.parent.mkdir(parents=True, exist_ok=True)
         report = {"benchmark": name, "environment": environment.collect().to_shared_dict(), "rows": rows}
-        json_file.write_text(json.dumps(report, indent=1, default=str) + "\n")
+        files.write_text(json_file, json.dumps(report, indent=1, default=str) + "\n")
     if plot_file is not None:
-        module.plot(rows, plot_file)
+        with files.whole(plot_file) as begun:
+            module.plot(rows, begun)
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -222,6 +222,4 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     """A loss that is not a number becomes null: JSON has no NaN, and the rest of the result still counts."""
     plain = {key: None if isinstance(item, float) and not math.isfinite(item) else item for key, item in value.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with files.naming(path):
-        path.write_text(json.dumps(plain, indent=2, default=str, allow_nan=False) + "\n")
+    files.write_text(path, json.dumps(plain, indent=2, default=str, allow_nan=False) + "\n")

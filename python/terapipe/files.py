@@ -1,11 +1,11 @@
-"""Whether results can be written where the user wants them, found out before any work, and which file it was that
-could not be written after all. No torch."""
+"""Whether results can be written where the user wants them, found out before any work; writing them whole or not at
+all; and which file it was that could not be written after all. No torch."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 
@@ -25,6 +25,45 @@ def naming(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """The place to write what becomes `path`, in a folder made if need be: behind a full disk, an error or Ctrl-C there
+    is what was there before. Pipes and devices are written as they are. OSError names `path`."""
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if _is_device(path) or not os.access(path.parent, os.W_OK):
+            yield path
+            return
+        target = path.resolve()
+        begun = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
+        try:
+            yield begun
+            os.replace(begun, target)
+        finally:
+            begun.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """`text` as the whole of `path`."""
+    with whole(path) as begun:
+        begun.write_text(text, encoding="utf-8")
+
+
+def check_distinct(places: Mapping[str, Path | None]) -> None:
+    """ValueError where two options name one file."""
+    options: dict[Path, str] = {}
+    for option, path in places.items():
+        if path is not None and not _is_device(path):
+            other = options.setdefault(path.resolve(), option)
+            if other != option:
+                raise ValueError(f"{other} and {option} are one file, {path}; name another one.")
+
+
+def _is_device(path: Path) -> bool:
+    """Or a pipe; /dev/stdout may be a file behind it, which the shell goes on writing to."""
+    return (path.exists() and not path.is_file()) or path.absolute().parts[1:2] in (("dev",), ("proc",))
 
 
 def check_file(path: Path, option: str) -> None:

@@ -118,10 +118,12 @@ def plan(arguments: Sequence[str]) -> int:
     a planner's error, with the values, for a request that no plan meets."""
     command = _parse(PlanCommand, arguments, "plan")
     files.check_file(command.out, "--out")
+    costs_file = Path(command.hardware) if Path(command.hardware).suffix == ".json" else None
+    files.check_distinct({"--hardware": costs_file, "--out": command.out, "--json": command.json})
     _check(command)
     memory = None if command.memory is None else parse_bytes(command.memory)
-    if Path(command.hardware).suffix == ".json":
-        known = cost_file.load(Path(command.hardware))
+    if costs_file is not None:
+        known = cost_file.load(costs_file)
         named = any(argument.split("=")[0].split(".")[0] == "--model" for argument in arguments)
         _refuse_other_costs(command, known, model=command.model.resolve() if named else known.model)
         model, dtype, sizes = known.model, known.dtype, known.micro_sizes
@@ -173,10 +175,10 @@ def plan(arguments: Sequence[str]) -> int:
             f"note: {command.hardware} has costs up to {costs.max_tokens} tokens; for {command.tokens} they are "
             f"extrapolated, the worse the further. `terapipe profile --tokens {command.tokens}` measures them."
         )
-    _write(command.out, planned.to_json())
+    files.write_text(command.out, planned.to_json())
     print(f"\nwritten to {command.out}; {_next_step(planned, command.out, costs.devices_per_node)}")
     if command.json is not None:
-        _write(command.json, json.dumps(found_rows(found), indent=1) + "\n")
+        files.write_text(command.json, json.dumps(found_rows(found), indent=1) + "\n")
     return 0
 
 
@@ -301,7 +303,7 @@ def profile(arguments: Sequence[str]) -> int:
         launch.shutdown()
     if world.rank == 0:
         print(costs)
-        _write(command.out, cost_file.to_json(costs))
+        files.write_text(command.out, cost_file.to_json(costs))
         print(f"\nwritten to {command.out}; plan with `terapipe plan --hardware {command.out}`")
     return 0
 
@@ -309,6 +311,12 @@ def profile(arguments: Sequence[str]) -> int:
 def simulate(arguments: Sequence[str]) -> int:
     """`terapipe simulate`: prints what a plan file's step would take, and draws its timeline; the exit status."""
     command = _parse(SimulateCommand, arguments, "simulate")
+    files.check_distinct(
+        {
+            "the plan": command.plan,
+            **{f"--{name}": getattr(command, name) for name in ("html", "png", "perfetto", "json")},
+        }
+    )
     planned = plan_file.load(command.plan)
     simulation = planned.simulation()
     print(describe_run(planned, simulation))
@@ -319,14 +327,14 @@ def simulate(arguments: Sequence[str]) -> int:
     events = trace(simulation)
     title = f"{planned.label}, predicted"
     if command.html is not None:
-        _write(command.html, viz.render_html(events, title=title))
+        files.write_text(command.html, viz.render_html(events, title=title))
     if command.perfetto is not None:
-        _write(command.perfetto, viz.render_perfetto(events, title=title))
+        files.write_text(command.perfetto, viz.render_perfetto(events, title=title))
     if command.png is not None:
-        command.png.parent.mkdir(parents=True, exist_ok=True)
-        viz.write_png(command.png, events, title=title)
+        with files.whole(command.png) as begun:
+            viz.write_png(begun, events, title=title)
     if command.json is not None:
-        _write(command.json, json.dumps([list(event) for event in events]) + "\n")
+        files.write_text(command.json, json.dumps([list(event) for event in events]) + "\n")
     return 0
 
 
@@ -344,11 +352,6 @@ def parse_bytes(text: str) -> float:
 
 def _parse(kind: type[Command], arguments: Sequence[str], verb: str) -> Command:
     return tyro.cli(kind, args=list(arguments), prog=f"terapipe {verb}")
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
 
 
 __all__ = ["HARDWARE", "parse_bytes", "plan", "profile", "simulate"]

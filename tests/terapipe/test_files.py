@@ -76,6 +76,42 @@ def test_the_default_place_is_tried_too(
     assert "--out" in capsys.readouterr().err
 
 
+def test_a_file_is_whole_or_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ends the writing: nothing new is left, what was there stays, and an OSError names the file."""
+    old, new, link = tmp_path / "old.json", tmp_path / "a" / "new.json", tmp_path / "link.json"
+    old.write_text("kept")
+    link.symlink_to(old)
+    for error, words in ((OSError(28, "No space left on device"), "new.json"), (KeyboardInterrupt(), None)):
+        for path in (new, old, link):
+            with pytest.raises(type(error), match=words and path.name), files.whole(path) as begun:
+                begun.write_text("half")
+                raise error
+    assert _everything(tmp_path) == {old, link, new.parent} and old.read_text() == "kept"
+    for path in (new, link):
+        files.write_text(path, "whole")
+    assert link.is_symlink() and old.read_text() == new.read_text() == "whole"
+    assert _everything(tmp_path) == {old, link, new.parent, new}
+
+
+def test_a_device_and_a_file_in_a_closed_folder_are_written_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"):
+        files.write_text(Path("/dev/full"), "text")
+    files.write_text(Path("/dev/null"), "text")
+    monkeypatch.setattr(files.os, "access", lambda path, mode: False)  # root may write everywhere
+    with files.whole(tmp_path / "there.json") as begun:
+        assert begun == tmp_path / "there.json"
+
+
+def test_one_file_is_not_named_twice(tmp_path: Path) -> None:
+    (tmp_path / "link.json").symlink_to(tmp_path / "x.json")
+    twice = {"--out": tmp_path / "x.json", "--html": None, "--json": tmp_path / "a" / ".." / "link.json"}
+    with pytest.raises(ValueError, match=r"--out and --json are one file, .*link.json; name another one"):
+        files.check_distinct(twice)
+    files.check_distinct({"--out": Path("/dev/stdout"), "--json": Path("/dev/stdout"), "--html": None, "--png": None})
+
+
 def test_a_result_without_a_number_is_still_written(tmp_path: Path) -> None:
     cli._write_json(tmp_path / "a" / "result.json", {"loss": float("nan"), "steps": 3, "run_dir": tmp_path})
     assert '"loss": null' in (tmp_path / "a" / "result.json").read_text()

@@ -114,6 +114,11 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
         *((f"--{name} 0", f"--{name} is 0; it must be at least 1.") for name in ("ranks", "tokens", "batch", "tensor")),
         *((f"--{name} 0", f"--{name} is 0; it must be at least 1.") for name in ("data", "micro-sizes")),
         ("--slice-tokens 0 2048", "--slice-tokens is 0, 2048; it must be at least 1."),
+        (
+            "--hardware costs.json --out ./costs.json",
+            "--hardware and --out are one file, costs.json; name another one.",
+        ),
+        ("--json plan.json", "--out and --json are one file, plan.json; name another one."),
         ("--tokens 2147483648", "--tokens is 2147483648; it must be at most 2147483647."),
         ("--batch 1000001", "--batch is 1000001; it must be at most 1000000."),
         ("--ranks 1000001", "--ranks is 1000001; it must be at most 1000000."),

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from terapipe import files
 from terapipe.models.presets import PRESETS
 from terapipe.names import unknown
 from terapipe.planner.paper_cluster import leaves_node, once_per_step_s, stage_times, step_s
@@ -201,8 +202,7 @@ def main(arguments: Sequence[str]) -> int:
     rows = [_of_user(options)] if options.model is not None else [replay(SETTINGS[n], n) for n in _numbers(options)]
     print(table(rows))
     if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
+        files.write_text(options.json, json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
     return 0
 
 
