@@ -11,6 +11,9 @@ Packed fp32 rows: [Hkv, total_tiles * ALIGN]; row r of batch row b lies at base(
 attention_backward_keys and shift = start * GROUP mod ALIGN, so that a tile is an absolute one: it holds the same rows
 for any slicing at multiples of the invariance unit.
 
+What the mask hides has p = ds = 0, and 0 times NaN is NaN: NaN or inf in a key, value, query or dout that no row (key)
+of the call sees stays without effect, while in one that some see it can reach all others of the same partial tiles.
+
 The one trap: scale goes into ds in fp32, before it is rounded; scaled at the end instead, the accumulator of earlier
 slices could not be the starting value.
 """
@@ -361,6 +364,13 @@ def attention_backward_keys(
         all_end = tl.minimum(first_token_at(documents_ptr, tokens, key_begin + 1), all_end)
     if see_begin >= see_end:
         return
+    key = key_begin + tl.arange(0, BLOCK_N)
+    exists = key < keys
+    used = exists
+    if REDUCE:  # ds is 0 where a key is hidden, and 0 times NaN would reach dq; all else is masked behind its product
+        lo = first_key(start + see_begin, documents_ptr, see_begin, True, left, HAS_LEFT, HAS_DOCUMENTS)
+        hi = end_key(start + see_end - 1, keys, right, HAS_RIGHT)
+        used = sees(key, lo, hi, HAS_LEFT, HAS_DOCUMENTS)
     see_begin = see_begin * GROUP
     see_end = see_end * GROUP
     begin = quotient(see_begin + shift, BLOCK_M)
@@ -370,13 +380,11 @@ def attention_backward_keys(
     full_begin = tl.minimum(tl.maximum(quotient(all_begin + shift + BLOCK_M - 1, BLOCK_M), begin), end)
     full_end = tl.maximum(tl.minimum(quotient(all_end + shift, BLOCK_M), end), full_begin)
 
-    key = key_begin + tl.arange(0, BLOCK_N)
-    exists = key < keys
     columns = tl.arange(0, BLOCK_D)
     value_columns = tl.arange(0, BLOCK_V)
     k_rows = k_ptr + (row_offsets(key, k_token, UNIT) + row_offsets(kv_head, k_head, UNIT))[:, None]
     v_rows = v_ptr + (row_offsets(key, v_token, UNIT) + row_offsets(kv_head, v_head, UNIT))[:, None]
-    k = load_tile(k_rows + columns, exists, columns, True, HEAD_DIM, BLOCK_D)
+    k = load_tile(k_rows + columns, used, columns, True, HEAD_DIM, BLOCK_D)
     v = load_tile(v_rows + value_columns, exists, value_columns, True, VALUE_DIM, BLOCK_V)
     dk_rows, dv_rows, exists = _sum_rows(
         0, dk_ptr, dv_ptr, cu_k_ptr, dk_batch, dk_token, dk_head, dv_batch, dv_token, dv_head, keys, tiles, kv_heads,

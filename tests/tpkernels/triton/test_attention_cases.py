@@ -104,6 +104,35 @@ def test_memory_behind_the_slice_never_leaks(deterministic, device):
         assert tensor[:, 59:].isnan().all() and tensor[:, :59].isfinite().all()
 
 
+@pytest.mark.parametrize("poison", [math.nan, math.inf], ids=str)
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+@pytest.mark.parametrize("kind", ["window", "documents", "split", "empty rows"])
+def test_what_the_mask_hides_from_all_does_not_matter(kind, deterministic, poison, device):
+    """0 times NaN: keys and values that no query sees, queries and their dout that see no key, within partial tiles."""
+    tokens, keys, settings = 40, 113, {"mask": Mask(window=(21, None))}
+    hidden_keys, hidden_rows = keys - tokens - 21, 0
+    if kind == "documents":
+        settings = {"mask": Mask.from_documents([[60, 20, 33]], device=device)}
+        hidden_keys = 60
+    elif kind == "split":
+        tokens, keys, settings = 3, 500, {"mask": Mask(window=(300, None))}
+        hidden_keys = keys - tokens - 300
+    elif kind == "empty rows":
+        tokens, keys, settings, hidden_keys, hidden_rows = 75, 35, {}, 0, 40
+    q, dout = (torch.randn(1, tokens, 6, 24, device=device) for _ in range(2))
+    k, v = (torch.randn(1, keys, 2, 24, device=device) for _ in range(2))
+    results = []
+    for fill in (0.0, poison):
+        k[:, :hidden_keys], v[:, :hidden_keys] = fill, fill
+        q[:, :hidden_rows], dout[:, :hidden_rows] = fill, fill
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        out, lse = attend(*inputs, deterministic=deterministic, return_lse=True, **settings)
+        results.append((out, lse, *grads(out, dout, *inputs)))
+    for name, clean, poisoned in zip(("out", "lse", "dq", "dk", "dv"), *results, strict=True):
+        torch.testing.assert_close(poisoned, clean, rtol=1e-6, atol=1e-6, msg=name)
+        assert name == "lse" or poisoned.isfinite().all(), name
+
+
 def test_accumulators_are_added_to_and_unseen_rows_keep_their_bits(device):
     """The gradient cache starts non-zero; keys before the window keep 0.1 to the bit, and NaN stays NaN."""
     from tpkernels import backends
