@@ -146,11 +146,7 @@ def plan(arguments: Sequence[str]) -> int:
                 model, device, max_tokens=command.tokens, micro_sizes=sizes, tensor=tensor, dtype=dtype
             )
 
-    if model.position == "learned" and command.tokens > model.max_tokens:
-        raise ValueError(
-            f"--tokens is {command.tokens}, but the model has learned positions for {model.max_tokens}; shorten the "
-            f"sequence or raise --model.max-tokens."
-        )
+    _check_positions(command.tokens, model)
     request = Request(
         ranks=command.ranks,
         tokens=command.tokens,
@@ -199,6 +195,14 @@ def _check(command: PlanCommand) -> None:
     if command.slice_tokens and sum(command.slice_tokens) != command.tokens:
         raise ValueError(
             f"--slice-tokens sum to {sum(command.slice_tokens)}, but a sequence has {command.tokens} tokens."
+        )
+
+
+def _check_positions(tokens: int, model: ModelConfig) -> None:
+    if model.position == "learned" and tokens > model.max_tokens:
+        raise ValueError(
+            f"--tokens is {tokens}, but the model has learned positions for {model.max_tokens}; shorten the sequence "
+            f"or raise --model.max-tokens."
         )
 
 
@@ -286,9 +290,17 @@ def profile(arguments: Sequence[str]) -> int:
         given = getattr(command, name)
         if min(given if isinstance(given, tuple) else (given,), default=0) < least:
             raise ValueError(f"{_option(name, given)}; it must be at least {least}.")
+    _check_positions(command.tokens, model)
     from terapipe.engine import launch
-    from terapipe.profile import Profiler
+    from terapipe.profile import Profiler, check_memory
 
+    check_memory(
+        model,
+        tokens=command.tokens,
+        micro_size=max(command.micro_sizes),
+        dtype=command.dtype,
+        local_ranks=command.local_ranks,
+    )
     if launched_world() is None and command.local_ranks > 1:
         return launch.run_local(command.local_ranks, ["profile", *arguments], threads=command.threads_per_rank)
     world = launch.initialize()

@@ -196,6 +196,11 @@ def test_a_plan_that_the_engine_cannot_run_is_not_followed_by_a_command(run) -> 
         ("--rounds 0", "--rounds is 0; it must be at least 1."),
         ("--tokens 1", "--tokens is 1; it must be at least 2."),
         ("--micro-sizes 0", "--micro-sizes is 0; it must be at least 1."),
+        ("--model gpt3_1b --tokens 4096", "--tokens is 4096, but the model has learned positions for 2048; shorten"),
+        (
+            "--model debug --tokens 99999999 --micro-sizes 1 7",
+            "2 ranks that measure 7 x 99999999 tokens through 2 blocks of hidden 64 need about ",
+        ),
     ],
 )
 def test_profile_refuses_numbers_that_make_no_sense(

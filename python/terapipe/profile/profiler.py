@@ -6,6 +6,7 @@ of them work. The weight gradient is what a backward takes more with it than wit
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 import random
 import statistics
@@ -18,16 +19,20 @@ import torch
 import torch.distributed as dist
 
 from terapipe.models.config import EMBEDDING, HEAD, ModelConfig
-from terapipe.planner.analytic import layer_bytes
+from terapipe.planner.analytic import analytic_costs, layer_bytes
 from terapipe.planner.costs import BLOCK, DTYPE_BYTES, FREE_LINK, PASSES, CostModel, LayerCosts, LinkModel, Overheads
 from terapipe.planner.fit import FitError, Point
+from terapipe.planner.hardware import CPU
 from terapipe.planner.pass_costs import CurveCost
+from terapipe.planner.prediction import predict
 from terapipe.planner.request import counted
 from terapipe.profile.host import measure_overheads
 from terapipe.profile.links import measure_links
-from terapipe.profile.stages import Bench, Samples
+from terapipe.profile.stages import BLOCKS, Bench, Samples
+from terapipe.schedule import make_plan
 from terapipe.timing.foreign_load import disturbance, foreign_cores, sample
 from terapipe.train.config import OptimizerSettings
+from terapipe.train.memory_needs import GIB, host_memory
 from terapipe.world import ALONE, launched_world
 
 HELD_OUT = 4  # every so many points are left out of a fit and predicted, to know its error
@@ -143,6 +148,21 @@ class Profiler:
                 "torch": torch.__version__,
                 **({"measurement": disturbed} if disturbed else {}),
             },
+        )
+
+
+def check_memory(model: ModelConfig, *, tokens: int, micro_size: int, dtype: str, local_ranks: int) -> None:
+    """ValueError where the longest slice of the largest micro needs more than twice this machine's memory, by the
+    planner's estimate (`terapipe.train.memory_needs`)."""
+    short = dataclasses.replace(model, layers=min(BLOCKS, model.layers))
+    costs = analytic_costs(short, CPU, max_tokens=tokens, micro_sizes=(micro_size,), dtype=dtype)
+    plan = make_plan(layers=costs.num_layers, ranks=1, slices=1, tokens=tokens, micro_size=micro_size)
+    need, here = local_ranks * max(predict(plan, costs).memory_bytes), host_memory()
+    if need > 2 * here:
+        raise ValueError(
+            f"{counted(local_ranks, 'rank')} that measure {micro_size} x {tokens} tokens through {short.layers} blocks "
+            f"of hidden {model.hidden} need about {need / GIB:,.1f} GiB, but this machine has {here / GIB:,.1f} GiB; "
+            f"lower --tokens, --micro-sizes or --local-ranks, or measure a smaller model."
         )
 
 
