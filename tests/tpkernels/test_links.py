@@ -22,6 +22,7 @@ from terapipe.schedule.grid import ScheduleError
 from terapipe.schedule.orders import demand_order
 from terapipe.schedule.slots import SlotAssignment, assign_slots, releasing_action, ring_slots
 from terapipe.schedule.transfers import Transfer
+from tpkernels import fused
 from tpkernels.links import DistLink, Key, LinkError, LinkSpec, LocalLink
 
 CPU = torch.device("cpu")
@@ -104,8 +105,8 @@ def test_both_kinds_refuse_to_send_what_the_plan_does_not_say(
 class _Work:
     """Stands for a message on its way; `fail` is what the medium says when the peer is gone."""
 
-    def __init__(self, fail: str | None = None) -> None:
-        self.waited, self.fail = 0, fail
+    def __init__(self, x: torch.Tensor | None = None, fail: str | None = None) -> None:
+        self.x, self.waited, self.fail = x, 0, fail
 
     def wait(self) -> None:
         self.waited += 1
@@ -122,7 +123,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def start(works: list[_Work]) -> Callable[..., _Work]:
         def operation(x: torch.Tensor, peer: int, group: Any) -> _Work:
-            works.append(_Work())
+            works.append(_Work(x))
             return works[-1]
 
         return operation
@@ -167,6 +168,22 @@ def test_a_sender_waits_only_for_a_slot_and_for_everything_at_the_end(group: Any
         assert [work.waited for work in group.sent] == [1] * max(0, piece - 1) + [0] * min(piece + 1, 2)
     link.finish()
     assert [work.waited for work in group.sent] == [1] * 4
+
+
+def test_a_sum_is_handed_on_and_normed_as_by_torch_where_a_medium_has_no_kernels_for_it(group: Any) -> None:
+    local, link = _local(slots=2), DistLink(_spec(), group)
+    link.expect(_expected(link.spec))
+    key, x, residual, weight = (1, 0, 0), torch.randn(SHAPE), torch.randn(SHAPE), torch.randn(2)
+    totals = [each.put_sum(key, x, residual) for each in (local, link)]
+    assert torch.equal(group.sent[0].x, x + residual)
+    values = local.take_norm(key, weight, eps=1e-5, rms=True)
+    expected = fused.norm_forward((x + residual).view(4, 2), weight, None, eps=1e-5, rms=True)
+    assert torch.equal(values.total, x + residual) and torch.equal(values.out.view(4, 2), expected.out)
+    assert local.posted_at < local.waited[0] <= local.waited[1] and not (local.norms_early or link.norms_early)
+    for total, sent in zip(totals, (values.total, group.sent[0].x), strict=True):
+        assert torch.equal(total, x + residual) and total is not sent  # it may get a graph
+    with pytest.raises(LinkError, match=r"torch\.float64 \[1, 4, 2\], but the plan says torch\.float32"):
+        local.put_sum((1, 0, 1), x.double(), residual)
 
 
 def test_a_lost_peer_is_named_on_both_ends(group: Any) -> None:

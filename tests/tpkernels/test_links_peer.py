@@ -123,6 +123,22 @@ def test_slices_arrive_bitwise_and_are_held_until_released_last_to_first(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_sum_is_added_into_the_slot_as_torch_adds(dtype: torch.dtype, meet: Callable[..., Pair]) -> None:
+    pair = sender, receiver = meet(make_spec(2, dtype))
+    first, second, third, *_ = expect(pair)
+    x, residual = torch.randn(2, *SHAPE).to(dtype)
+    total = sender.put_sum(first, x, residual.mT.contiguous().mT)
+    assert total.data_ptr() == sender._memory.data(0, SHAPE).data_ptr() and total.is_leaf
+    assert torch.equal(total, x + residual) and torch.equal(receiver.take(first), x + residual)
+    row = x[:, :1]
+    assert torch.equal(sender.put_sum(second, x, row), x + row) and torch.equal(receiver.take(second), x + row)
+    assert 0 < sender.posted_at < time.perf_counter()
+    receiver.release(first)
+    with pytest.raises(LinkError, match=r"micro 0, slice 2 is torch\.float64"):
+        sender.put_sum(third, x.double(), residual.double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_fused_equals_unfused_bitwise_forward_and_backward(dtype: torch.dtype, meet: Callable[..., Pair]) -> None:
     """y = x + a w', out = norm(y) v' on two stages, and the gradient of a back over a link of the same code. Integers
     make every order of summing exact, so the products equal torch's too."""

@@ -8,12 +8,16 @@ both ends check.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from tpkernels import fused
+from tpkernels.fused_reference import NormValues
 
 Key = tuple[int, int, int]
 """(receiving stage, micro, slice) of a transfer."""
@@ -67,10 +71,16 @@ class LinkError(RuntimeError):
 
 
 class Link(Protocol):
-    """One direction of hand-off between two ranks."""
+    """One direction of hand-off between two ranks. A medium whose kernels reach the slot overrides `put_sum` and
+    `take_norm`, which here do one thing after the other."""
 
     spec: LinkSpec
     kind: str
+    norms_early: bool = False
+    """Whether `take_norm` starts on rows that came while others are on their way, with the bits of `fused.norm`; else
+    there is nothing to gain by it."""
+    _posted_at: float = 0.0
+    _waited: tuple[float, float] = (0.0, 0.0)
 
     def expect(self, transfers: Transfers) -> None:
         """Both: what the coming step will carry."""
@@ -81,8 +91,36 @@ class Link(Protocol):
     def put(self, key: Key, x: Tensor, residual: Tensor | None = None) -> None:
         """Sender: hand `x` (plus `residual`) on.  Without graph; it must not be written afterwards."""
 
+    def put_sum(self, key: Key, x: Tensor, residual: Tensor) -> Tensor:
+        """Sender: hand x + residual on and return it, which must not be written; both without graph."""
+        memory = self.reserve(key)
+        fits = summable(x, residual, memory.shape, memory.dtype)  # `put` will say what is wrong
+        total = torch.add(x, residual, out=memory) if fits else x + residual
+        self._posted_at = time.perf_counter()
+        self.put(key, total)
+        return total.detach()  # which autograd may give a graph, and the link has its own
+
+    @property
+    def posted_at(self) -> float:
+        """When the last of what `put_sum` handed on went, in seconds of `time.perf_counter`."""
+        return self._posted_at
+
     def take(self, key: Key) -> Tensor:
         """Receiver: the next tensor of the order, a leaf of its own; waits for it."""
+
+    def take_norm(self, key: Key, weight: Tensor, bias: Tensor | None = None, *, eps: float, rms: bool) -> NormValues:
+        """Receiver: the norm of what `take` returns, which is its `total`."""
+        began = time.perf_counter()
+        x = self.take(key)
+        self._waited = began, time.perf_counter()
+        values = fused.norm_forward(fused.as_rows(x), weight, bias, eps=eps, rms=rms)
+        return values._replace(total=x, out=values.out.view(x.shape))
+
+    @property
+    def waited(self) -> tuple[float, float]:
+        """Of the last `take_norm`, in seconds of `time.perf_counter`: when it began to wait, with memory for the norm
+        at hand, and when its last wait ended, or it found the first rows there."""
+        return self._waited
 
     def verify(self, key: Key) -> None:
         """Receiver: LinkError unless what was taken is still there; autograd cannot see another process write."""
@@ -159,6 +197,11 @@ def closed_error(spec: object, key: Key | None = None) -> LinkError:
 
 def lost_error(spec: LinkSpec, peer: int, state: str) -> LinkError:
     return LinkError(f"{spec}: rank {peer} {state}.", lost_peer=peer)
+
+
+def summable(x: Tensor, residual: Tensor, shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether x + residual needs neither broadcasting nor a conversion to be what the plan says."""
+    return x.shape == residual.shape == shape and x.dtype == residual.dtype == dtype and x.device == residual.device
 
 
 def check_put(spec: LinkSpec, shapes: Mapping[Key, tuple[int, ...]], key: Key, x: Tensor) -> None:

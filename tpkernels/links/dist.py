@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpkernels.links.base import Key, LinkError, LinkSpec, Speed, Transfers, check_put, closed_error, name
+from tpkernels.links.base import Key, Link, LinkError, LinkSpec, Speed, Transfers, check_put, closed_error, name
 from tpkernels.links.door import Door, inside
 
 _NEVER_SENT = 1  # a tag; slices have 0
 
 
-class DistLink:
+class DistLink(Link):
     """One end, on a group of the link's own.  Receives are posted ahead, so that the bytes of the next slice travel
     while this one computes."""
 

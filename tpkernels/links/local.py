@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tpkernels.links.base import Key, LinkError, LinkSpec, Speed, Transfers, check_put, name
+from tpkernels.links.base import Key, Link, LinkError, LinkSpec, Speed, Transfers, check_put, name
 
 
-class LocalLink:
+class LocalLink(Link):
     """Both ends at once."""
 
     kind = "local"

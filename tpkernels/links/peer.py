@@ -31,6 +31,7 @@ from tpkernels.hand_off import Language, Slot
 from tpkernels.links.agreement import agree
 from tpkernels.links.base import (
     Key,
+    Link,
     LinkError,
     LinkSpec,
     Order,
@@ -40,6 +41,7 @@ from tpkernels.links.base import (
     closed_error,
     lost_error,
     name,
+    summable,
 )
 from tpkernels.links.door import Door, inside
 from tpkernels.links.shm import MEET_S, SILENCE_S, TIMEOUT_S, meet, shm_missing
@@ -109,8 +111,9 @@ class _Place:
     view: Tensor
 
 
-class PeerLink:
-    """One end. Make it with `open`, on both ranks."""
+class PeerLink(Link):
+    """One end. Make it with `open`, on both ranks. It does not say `norms_early`: its kernels sum a row in an order of
+    their own, and which link a stage reads from must not change a bit of what it computes."""
 
     kind = "peer"
 
@@ -215,6 +218,16 @@ class PeerLink:
         self._put(key, lambda slot: self._kernels.add_put(slot, _rows(x), rows))
 
     @inside
+    def put_sum(self, key: Key, x: Tensor, residual: Tensor) -> Tensor:
+        """Each tile is on its way as soon as it is added. What it returns is the slot, a leaf."""
+        place = self._step.get(key)
+        if place is None or not summable(x, residual, place.view.shape, self.spec.dtype):
+            return super().put_sum(key, x, residual)
+        self.put(key, x, residual)
+        self._posted_at = time.perf_counter()
+        return place.view.detach()
+
+    @inside
     def put_matmul(
         self, key: Key, a: Tensor, b: Tensor, residual: Tensor | None = None, *, transposed: bool = True
     ) -> None:
@@ -236,7 +249,7 @@ class PeerLink:
 
     @inside
     def take_norm(self, key: Key, weight: Tensor, bias: Tensor | None = None, *, eps: float, rms: bool) -> NormValues:
-        """The norm of the next slice, of each tile as soon as it is there. `total` is what `take` returns."""
+        """Of each tile as soon as it is there."""
         place = self._next(key)
         out, rstd = torch.empty_like(place.rows), self._statistics(place)
         mean = None if rms else self._statistics(place)

@@ -26,7 +26,19 @@ from torch import Tensor
 from tpkernels import fused
 from tpkernels.fused_reference import NormValues
 from tpkernels.links.agreement import agree, hear, tell
-from tpkernels.links.base import Key, LinkError, LinkSpec, Order, Speed, Transfers, check_put, lost_error, name
+from tpkernels.links.base import (
+    Key,
+    Link,
+    LinkError,
+    LinkSpec,
+    Order,
+    Speed,
+    Transfers,
+    check_put,
+    lost_error,
+    name,
+    summable,
+)
 from tpkernels.links.door import CLOSE_S, STAYED, log
 
 if sys.platform == "linux":
@@ -76,10 +88,11 @@ def offer_segment(spec: LinkSpec, generation: int, first_epoch: int = 0) -> Offe
     return offer
 
 
-class ShmLink:
+class ShmLink(Link):
     """One end. Make it with `open`, on both ranks."""
 
     kind = "shm"
+    norms_early = True
 
     def __init__(
         self,
@@ -151,16 +164,10 @@ class ShmLink:
             self.put_sum(key, x, residual)
 
     def put_sum(self, key: Key, x: Tensor, residual: Tensor) -> Tensor:
-        """Hand x + residual on, each tile as soon as it is added, and return it: the slot, a leaf that must not be
-        written."""
+        """Each tile is on its way as soon as it is added. What it returns is the slot, a leaf."""
         code, shape, dtype = fused.kernel_code(self.spec.dtype), self._order.shapes.get(key), self.spec.dtype
-        fits = (
-            x.shape == residual.shape == shape and x.dtype == residual.dtype == dtype and x.is_cpu and residual.is_cpu
-        )
-        if shape is None or code is None or not fits:
-            total = torch.add(x, residual, out=self.reserve(key)) if fits else x + residual
-            self._ring.put(key, total)
-            return total.detach()
+        if shape is None or code is None or not summable(x, residual, shape, dtype) or not x.is_cpu:
+            return super().put_sum(key, x, residual)
         a, b = fused.as_rows(x), fused.as_rows(residual)
         views = (a.data_ptr(), a.stride(0)), (b.data_ptr(), b.stride(0))
         slot: Tensor = self._ring.put_sum(key, code, shape[-1], *views, torch.get_num_threads())
@@ -168,7 +175,6 @@ class ShmLink:
 
     @property
     def posted_at(self) -> float:
-        """Just before the last tile was posted, in seconds of `time.perf_counter`."""
         at: float = self._ring.posted_at
         return at
 
@@ -179,12 +185,10 @@ class ShmLink:
         return x
 
     def take_norm(self, key: Key, weight: Tensor, bias: Tensor | None = None, *, eps: float, rms: bool) -> NormValues:
-        """The norm of the next slice, of each tile as soon as it is there. `total` is what `take` returns."""
+        """Of each tile as soon as it is there."""
         code, shape = fused.kernel_code(self.spec.dtype), self._order.shapes.get(key)
         if code is None or shape is None or not self.spec.resident or not _fit(weight, bias, shape, self.spec.dtype):
-            x = self.take(key)
-            values = fused.norm_forward(fused.as_rows(x), weight, bias, eps=eps, rms=rms)
-            return values._replace(total=x, out=values.out.view(x.shape))
+            return super().take_norm(key, weight, bias, eps=eps, rms=rms)
         out = torch.empty(shape, dtype=self.spec.dtype, device="cpu")
         mean, rstd = (torch.empty(out.numel() // shape[-1], 1, dtype=torch.float32, device="cpu") for _ in range(2))
         biases, means = 0 if bias is None else bias.data_ptr(), 0 if rms else mean.data_ptr()
@@ -194,8 +198,6 @@ class ShmLink:
 
     @property
     def waited(self) -> tuple[float, float]:
-        """Of the last `take_norm`, in seconds of `time.perf_counter`: when it began to wait, with memory for the norm
-        at hand, and when its last wait for a tile ended, or it found the first one there."""
         return self._ring.began_at, self._ring.arrived_at
 
     def verify(self, key: Key) -> None:

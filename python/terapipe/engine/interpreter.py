@@ -23,7 +23,7 @@ from terapipe.layer import Norm
 from terapipe.schedule import Action, Schedule, Transfer, sent_by, taken_by
 from terapipe.schedule import Link as PlannedLink
 from tpkernels.fused_reference import NormValues
-from tpkernels.links import Key, Link, LocalLink, ShmLink
+from tpkernels.links import Key, Link, LocalLink
 
 
 @dataclass(frozen=True)
@@ -69,21 +69,18 @@ class _Hops:
 
 
 class _Put:
-    """Adds a stage's last two summands where they are to go. posted_at: when they went, 0 as long as they have not."""
+    """Hands a stage's last two summands on as their sum. total, posted_at: what went, and when."""
 
     def __init__(self, hop: _Hop | None) -> None:
         self._hop, self.posted_at = hop, 0.0
+        self.total: Tensor | None = None
 
     def sum(self, x: Tensor, residual: Tensor) -> Tensor:
         assert self._hop is not None
-        link, key = self._hop.link, self._hop.key
-        if not isinstance(link, ShmLink):
-            memory = link.reserve(key)
-            fits = (x.dtype, x.shape) == (memory.dtype, memory.shape)  # `put` will say what is wrong
-            return torch.add(x, residual, out=memory) if fits else x + residual
-        total = link.put_sum(key, x, residual)
+        link = self._hop.link
+        self.total = link.put_sum(self._hop.key, x, residual)
         self.posted_at = link.posted_at
-        return total
+        return self.total
 
 
 class RankProgram:
@@ -160,7 +157,7 @@ class RankProgram:
         ready = 0.0
         if hops.takes is None:
             arrived = self._beside.pop((action.stage, action.micro, action.slice), None)
-        elif hops.norm is not None and isinstance(hops.takes.link, ShmLink):
+        elif hops.norm is not None:
             norm, link = hops.norm, hops.takes.link
             normed = link.take_norm(hops.takes.key, norm.weight, norm.bias, eps=norm.eps, rms=norm.rms)
             arrived, (began, ready) = normed.total, link.waited
@@ -180,13 +177,17 @@ class RankProgram:
             output = stage.backward(micro, piece, gradient, reserve=reserve)
             for hop in hops.holds:  # before a wrong gradient goes any further
                 hop.link.verify(hop.key)
-        computed = time.perf_counter()
+        computed = time.perf_counter() if put.total is None else put.posted_at
         if output is not None:
             if hops.puts is not None:
-                sent = put.posted_at or computed
-                if not put.posted_at:
+                if put.total is None:
                     hops.puts.link.put(hops.puts.key, output)
-                self.sent[hops.puts.transfer] = (sent, time.perf_counter())
+                elif output.data_ptr() != put.total.data_ptr():
+                    raise ValueError(
+                        f"the last layer of stage {action.stage} returned something else than the sum that `out` gave "
+                        "it, which the next stage already reads; let it return that sum, or set its adds_out to False."
+                    )
+                self.sent[hops.puts.transfer] = (computed, time.perf_counter())
             else:
                 neighbour = action.stage + (1 if action.is_forward else -1)
                 self._beside[neighbour, micro, piece] = output
@@ -203,7 +204,7 @@ class RankProgram:
         takes = self._hop(taken_by(self.schedule, action))
         forward = Action(action.stage, "F", action.micro, action.slice)
         held = () if action.is_forward else (self._hop(taken_by(self.schedule, forward)), takes)
-        fused = action.is_forward and takes is not None and takes.link.kind == "shm"
+        fused = action.is_forward and takes is not None and takes.link.norms_early
         norm = self.stages[action.stage].entry_norm if fused else None
         return _Hops(
             takes, self._hop(sent_by(self.schedule, action)), tuple(hop for hop in held if hop is not None), norm

@@ -139,7 +139,8 @@ class Stage:
             told: dict[str, Any] = {}
             if entry is not None and layer is self._entered:
                 told["entry"] = entry
-            if out is not None and layer is self._adds_out and not self.last:
+            # A hook may put something else in the place of the sum, which is on its way by then.
+            if out is not None and layer is self._adds_out and not self.last and not layer._forward_hooks:
                 told["out"] = out
             x = one_tensor(layer(x, cache, mask, positions, **told), name)
         return self.loss(x, batch.targets[:, tokens]) if self.last else x

@@ -11,12 +11,16 @@ from torch import Tensor
 from terapipe.engine import Batch
 from terapipe.engine.interpreter import ActionError, RankProgram, forward_actions, one_over, run_together
 from terapipe.engine.wiring import link_specs, open_local_wiring
+from terapipe.layer import Norm
 from terapipe.schedule import Action, Schedule, assign_slots, link_transfers, seq_1f1b, terapipe
 from terapipe.schedule.slots import ring_slots
+from tpkernels.links import LocalLink
 
 
 class Stage:
     """Adds its number to what it gets, forwards and backwards, and writes down each call."""
+
+    entry_norm: Norm | None = None
 
     def __init__(self, index: int, stages: int, log: list[Any]) -> None:
         self.index, self.first, self.last, self.log = index, index == 0, index == stages - 1, log
@@ -46,12 +50,12 @@ class Stage:
         return torch.mul(gradient, 2, out=reserve()) if reserve is not None and self.index % 2 else gradient * 2
 
 
-def _programs(schedule: Schedule, log: list[Any], slots: Any = None) -> list[RankProgram]:
+def _programs(schedule: Schedule, log: list[Any], slots: Any = None, shape: tuple[int, ...] = ()) -> list[RankProgram]:
     slots = slots or assign_slots(schedule)
     wiring = open_local_wiring(link_specs(schedule, slots, torch.float32, torch.device("cpu"), ()))
     wiring.expect(
         {
-            link: [((transfer.stage, transfer.micro, transfer.slice), ()) for transfer in transfers]
+            link: [((transfer.stage, transfer.micro, transfer.slice), shape) for transfer in transfers]
             for link, transfers in link_transfers(schedule).items()
         }
     )
@@ -147,6 +151,36 @@ def test_what_an_action_raises_names_rank_and_action() -> None:
     assert (caught.value.rank, str(caught.value.action)) == (1, "1B0.1")
     assert isinstance(caught.value.cause, KeyError) and isinstance(caught.value.__cause__, KeyError)
     assert positions == ["1F0.0 (1 of 4)", "1F0.1 (2 of 4)", "1B0.1 (3 of 4)"]
+
+
+def test_a_stage_that_returns_something_else_than_the_sum_it_handed_on_is_refused() -> None:
+    schedule = terapipe(2, 1, 1)
+    programs = _programs(schedule, [])
+    programs[0].stages[0].forward = lambda *_, out, **__: 2 * out(torch.ones(()), torch.ones(()))  # type: ignore
+    _begin(programs, schedule, torch.tensor(1.0))
+    with pytest.raises(ActionError, match=r"0F0\.0: the last layer of stage 0 returned something else than the sum"):
+        run_together(programs)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_the_first_norm_is_the_links_where_that_starts_early(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalLink, "norms_early", early)
+    schedule, given = terapipe(2, 1, 1), []
+    norm = Norm(2, rms=False, bias=True, eps=1e-5, dtype=torch.float32, device="cpu")
+    torch.nn.init.normal_(norm.weight)
+    torch.nn.init.normal_(norm.bias)  # type: ignore[arg-type]
+    monkeypatch.setattr(Stage, "entry_norm", norm)
+    programs = _programs(schedule, [], shape=(3, 2))
+    x = torch.randn(3, 2)
+    programs[0].stages[0].forward = lambda *_, out, **__: out(x, x)  # type: ignore
+    programs[1].stages[1].forward = lambda *_, normed, **__: given.append(normed)  # type: ignore
+    _begin(programs, schedule, None)
+    run_together(programs)
+    assert (given[0] is not None) == early
+    if early:
+        assert torch.equal(given[0].total, x + x) and torch.equal(given[0].out, norm(x + x))
+        began, ready = programs[1].taken.popitem()[1]
+        assert programs[0].sent.popitem()[1][0] < began < ready
 
 
 def test_waits_and_computation_are_separate_rows() -> None:

@@ -190,6 +190,25 @@ def test_an_input_that_nothing_differentiates_gets_a_zero_gradient() -> None:
     assert float(stage.layers["plain"].weight.grad) == 16.0
 
 
+def test_a_last_layer_with_a_hook_on_what_it_returns_hands_on_what_the_hook_makes_of_it() -> None:
+    config = ModelConfig(vocab=9, hidden=8, layers=1, heads=2, max_tokens=6)
+    block = layers(config)["blocks.0"]()
+    settings = {"first": False, "last": False, "loss": None, "device": CPU, "dtype": torch.float32}
+    stage = Stage(1, {"block": block}, slice_lengths=(3, 3), micro_size=2, **settings)  # type: ignore[arg-type]
+    stage.begin(evaluating=True)
+    sums: list[Tensor] = []
+
+    def out(x: Tensor, residual: Tensor) -> Tensor:
+        sums.append(x + residual)
+        return sums[-1]
+
+    stage.forward(0, 0, torch.ones(2, 3, 8), BATCH, out=out)
+    stage.discard()
+    block.register_forward_hook(lambda *call: 2 * call[2])
+    output = stage.forward(0, 0, torch.ones(2, 3, 8), BATCH, out=out)
+    assert output is not None and len(sums) == 1 and torch.equal(output, 2 * sums[0])
+
+
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -69,6 +69,8 @@ def test_links_between_gpus_give_the_numbers_of_one_process(run_scenario: Callab
     assert gradients.keys() == expected.keys()
     assert all(torch.equal(gradients[name], expected[name]) for name in expected)
     assert [(result["kinds"], result["loss"]) for result in processes.results] == [({"peer"}, loss)] * 2
+    # The last block's residual is added by the kernel that hands the sum on.
+    assert [sorted(result["sums"]) for result in processes.results] == [[(1, m, s) for m in (0, 1) for s in (0, 1)], []]
 
 
 def _check_hand_offs(report: dict[str, Any], case: Case) -> None:

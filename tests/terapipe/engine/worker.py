@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from terapipe.engine import Batch, Pipeline, PipelineError, launch
 from terapipe.models import tied_parameters
 from terapipe.schedule import Link, Plan, make_plan
-from tpkernels.links import LinkError, ShmLink, shm
+from tpkernels.links import LinkError, PeerLink, ShmLink, shm
 
 LAYOUTS = {
     2: [
@@ -114,10 +114,18 @@ PEER_CASE = Case("llama", 2, (33, 30), 2, 1, "seq_1f1b", dtype="fp32")
 def peer(rank: int, ranks: int) -> dict[str, Any]:
     """One case over links whose kernels Triton's interpreter runs."""
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+    sums: list[Any] = []
+    put_sum = PeerLink.put_sum
+
+    def counted(link: PeerLink, key: Any, *given: Tensor) -> Tensor:
+        sums.append(key)
+        return put_sum(link, key, *given)
+
+    PeerLink.put_sum = counted  # type: ignore[method-assign]
     with PEER_CASE.pipeline(links="peer") as pipeline:
         kinds = {link.kind for link in pipeline._wiring.links.values()}
         result = pipeline.step(PEER_CASE.batch(0))
-        return {"kinds": kinds, "loss": result.loss, "gradients": gradients_of(pipeline)}
+        return {"kinds": kinds, "loss": result.loss, "gradients": gradients_of(pipeline), "sums": sums}
 
 
 def one_without_memory(rank: int, ranks: int) -> dict[str, Any]:
