@@ -404,8 +404,10 @@ def invariance_unit(
 
     (out, lse and dq are bitwise the same for any slicing.) Raises ValueError when no backend serves such a call.
     """
+    device = torch.device(device)
+    index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
     call = backends.AttentionCall(
-        device_type=torch.device(device).type,
+        device_type=device.type,
         dtype=dtype,
         query_heads=query_heads,
         kv_heads=kv_heads,
@@ -416,5 +418,6 @@ def invariance_unit(
         sinks=sinks,
         documents=mask.document_starts is not None,
         deterministic=True,
+        device_index=index or 0,
     )
     return backends.select(call, backend).invariance_unit(call)

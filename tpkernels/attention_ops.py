@@ -287,6 +287,7 @@ def _call(
         sinks=sinks is not None,
         documents=mask.document_starts is not None,
         deterministic=settings.deterministic,
+        device_index=q.device.index or 0,
     )
 
 

@@ -30,7 +30,10 @@ ORDER = ("cuda", "triton", "cpu", "reference")
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What a backend must be able to do; window, softcap, sinks and documents say whether the call uses them."""
+    """What a backend must be able to do; window, softcap, sinks and documents say whether the call uses them.
+
+    device_index: which of its type the tensors are on, whatever device is current; GPUs of a machine may differ.
+    """
 
     device_type: str
     dtype: torch.dtype
@@ -43,6 +46,7 @@ class AttentionCall:
     sinks: bool = False
     documents: bool = False
     deterministic: bool = False
+    device_index: int = 0
 
 
 class RawSettings(NamedTuple):

@@ -84,7 +84,7 @@ class TritonBackend:
         if call.device_type != "cuda":
             return f"it runs on CUDA tensors (with TRITON_INTERPRET=1 on CPU tensors), not on {call.device_type}"
         try:
-            tiles.architecture(torch.device("cuda", torch.cuda.current_device()))
+            tiles.architecture(torch.device("cuda", call.device_index))
         except ValueError as error:
             return str(error)
         return None
@@ -145,9 +145,7 @@ class TritonBackend:
     def invariance_unit(self, call: AttentionCall) -> int:
         """Tokens after which the backward's query tile, of packed (token, head) rows, starts anew."""
         head_dim = max(call.head_dim, call.value_head_dim)
-        index = torch.cuda.current_device() if call.device_type == "cuda" else 0
-        device = torch.device(call.device_type, index)
-        architecture = _architecture(device)
+        architecture = _architecture(torch.device(call.device_type, call.device_index))
         rows = tiles.find(architecture, head_dim, call.dtype.itemsize, "keys").rows
         return rows // math.gcd(rows, call.query_heads // call.kv_heads)
 

@@ -107,6 +107,37 @@ def test_a_hand_off_runs_on_the_device_that_its_link_names(launched):
     assert_on_the_second_device(launched, {"add_put"})
 
 
+def test_the_gpu_that_is_asked_is_the_tensors_own(device, monkeypatch):
+    """GPUs of one machine may differ: the current one (0) is too old here, that of the tensors (1) is served."""
+    from tpkernels import attention_ops, invariance_unit
+    from tpkernels.triton import TritonBackend, tiles
+
+    capabilities = [(7, 0), (9, 0), (8, 9)]
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(tiles, "architecture", tiles.architecture.__wrapped__)  # without its cache
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # so that fake tensors leave GPUs alone
+    settings = attention_ops.Settings(True, -1, -1, 0.25, 0.0, True, "triton")
+    calls = []
+    for index in range(3):
+        with FakeTensorMode():
+            q = torch.empty(1, 5, 4, 16, dtype=torch.float16, device=torch.device("cuda", index))
+        calls.append(attention_ops._call(q, q, q, None, RawMask(True, -1, -1, None), settings))
+    backend = TritonBackend()
+    assert "compute capability 7.0" in (backend.refuses(calls[0]) or "")
+    assert [backend.refuses(call) for call in calls[1:]] == [None, None]
+    rows = [tiles.find(name, 16, 2, "keys").rows for name in ("sm90", "sm89")]
+    assert rows[0] != rows[1] and [backend.invariance_unit(call) for call in calls[1:]] == rows
+
+    monkeypatch.setattr(backends, "_load", lambda name: backends._Entry(backend, None))
+    monkeypatch.setattr(backends, "_select", backends._select.__wrapped__)
+    sizes = {"query_heads": 4, "kv_heads": 4, "head_dim": 16, "dtype": torch.float16, "backend": "triton"}
+    assert [invariance_unit(**sizes, device=f"cuda:{index}") for index in (1, 2)] == rows
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert invariance_unit(**sizes, device="cuda") == rows[1]
+
+
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
 
 CASE = AttentionCase(130, 70, query_heads=6, kv_heads=2, head_dim=64)
