@@ -10,7 +10,6 @@ next slice has written to them; the ops' own checks of positions and generations
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, overload
 
@@ -23,6 +22,7 @@ from tpkernels.mask import CAUSAL, Mask
 from tpkernels.prefix_cache import PrefixCache, accumulator_dtype
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+LARGEST = 2.0**126  # scale and softcap: kernels take them times log2(e) in fp32
 
 
 class _CacheTensors(NamedTuple):
@@ -236,7 +236,7 @@ def prefix_attention(
     NotImplementedError for what has no meaning here: torch.vmap, forward-mode and second derivatives, torch.func.grad
     through a cache.
     """
-    _check_types(q, k, v, cache, mask)
+    _check_types(q, k, v, cache, sinks, mask)
     if start is None and cache is not None:
         start = cache.recomputed_start
     if autocasts(q.device.type):
@@ -300,12 +300,14 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor, cache: PrefixCache | None) -> lis
     return [x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v)]
 
 
-def _check_types(q: Any, k: Any, v: Any, cache: Any, mask: Any) -> None:
+def _check_types(q: Any, k: Any, v: Any, cache: Any, sinks: Any, mask: Any) -> None:
     for name, value in (("q", q), ("k", k), ("v", v)):
         if not isinstance(value, Tensor):
             raise TypeError(f"prefix_attention: {name} is a {type(value).__name__}; it must be a torch.Tensor")
     if cache is not None and not isinstance(cache, PrefixCache):
         raise TypeError(f"prefix_attention: cache is a {type(cache).__name__}; it must be a PrefixCache or None")
+    if sinks is not None and not isinstance(sinks, Tensor):
+        raise TypeError(f"prefix_attention: sinks is a {type(sinks).__name__}; it must be a torch.Tensor or None")
     if not isinstance(mask, Mask):
         raise TypeError(
             f"prefix_attention: mask is a {type(mask).__name__}; it must be a tpkernels.Mask (for boolean masks see "
@@ -352,10 +354,13 @@ def _check_shapes(
             "query heads must be a multiple of the number of KV heads"
         )
     # Comparisons, since torch.compile(dynamic=True) makes numbers symbolic, and math.isfinite takes no such number.
-    if scale is not None and not -math.inf < scale < math.inf:
-        raise ValueError(f"prefix_attention: scale is {scale}; it must be finite")
-    if not 0 <= softcap < math.inf:
-        raise ValueError(f"prefix_attention: softcap is {softcap}; it must be 0 (off) or positive and finite")
+    if scale is not None and not -LARGEST < scale < LARGEST:
+        raise ValueError(f"prefix_attention: scale is {scale}; it must be finite in fp32, below {LARGEST:.2g}")
+    if not (softcap == 0 or 1 / LARGEST < softcap < LARGEST):
+        raise ValueError(
+            f"prefix_attention: softcap is {softcap}; it must be 0 (off) or positive and finite in fp32, from "
+            f"{1 / LARGEST:.2g} to {LARGEST:.2g}"
+        )
     if sinks is not None and (list(sinks.shape) != [query_heads] or sinks.device != q.device):
         raise ValueError(
             f"prefix_attention: sinks is {list(sinks.shape)} on {sinks.device}; it needs one value per query head, "

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tpkernels import attention_ops, backends
 from tpkernels.attention import _autocast, _check_shapes
@@ -49,10 +50,10 @@ def interval_attention(
     Raises ValueError for what does not fit, and, when it runs, for intervals outside the keys or marked
     NOT_AN_INTERVAL, and for running totals (on the CPU) that fall or exceed the tokens or the bounds.
     """
-    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and (torch._C._are_functorch_transforms_active() or _has_tangent(q, k, v)):
         raise NotImplementedError(
             "tpkernels' attention over masks and packed sequences runs neither under torch.func's grad, vjp and jvp "
-            "nor under torch.vmap; use backward(), and the batch dimension"
+            "nor under torch.vmap nor with forward-mode derivatives; use backward(), and the batch dimension"
         )
     if attention_ops.autocasts(q.device.type):
         q, k, v = _autocast(q, k, v, None)
@@ -79,6 +80,13 @@ def interval_attention(
     )
     out, lse = torch.ops.tpkernels.interval_attention(q, k, v, sinks, intervals, cu_q, cu_k, max_q, max_k, *settings)
     return (out, lse) if return_lse else out
+
+
+def _has_tangent(*tensors: Tensor) -> bool:
+    """Whether forward-mode AD looks on, which an op without a formula for it takes for a constant."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 # ---- the op ----------------------------------------------------------------------------------------------------------

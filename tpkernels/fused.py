@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tpkernels import cuda_fused
 from tpkernels import fused_reference as formulas
@@ -150,6 +149,16 @@ def turns_fit(turns: Tensor, batch: int, tokens: int, *, head_dim: int) -> bool:
     return fits and turns.dtype == torch.complex64 and turns.is_cpu
 
 
+def refuse_second_derivative() -> None:
+    """NotImplementedError in a backward whose gradient is to be differentiated again, also where its own gradient is a
+    constant (a gradient penalty on a sum): autograd would take the result for a constant."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "tpkernels: fused ops have first derivatives only, as prefix_attention has; leave create_graph=True out, "
+            "or use torch's own ops"
+        )
+
+
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -163,8 +172,8 @@ class _Norm(torch.autograd.Function):
         return (x if delta is None else values.total.view(x.shape)), values.out.view(x.shape)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dtotal: Tensor | None, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
         if dout is None:
             return dtotal, dtotal, None, None, None, None
         total, weight, mean, rstd = ctx.saved_tensors
@@ -183,8 +192,8 @@ class _Rotary(torch.autograd.Function):
         return _turned(x, turns, inverse=False)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
+        refuse_second_derivative()
         return _turned(dout, ctx.saved_tensors[0], inverse=True), None
 
 
@@ -197,8 +206,8 @@ class _Gated(torch.autograd.Function):
         return gated_forward(as_rows(gate), ups, activation=activation).view(gate.shape)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        refuse_second_derivative()
         gate, up = ctx.saved_tensors
         ups = None if up is None else as_rows(up)
         gradients = gated_backward(as_rows(dout), as_rows(gate), ups, activation=ctx.activation)

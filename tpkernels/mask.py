@@ -43,8 +43,9 @@ class Mask:
     window: (left, right) keeps keys p - left <= j <= p + right; None is unbounded.
     document_starts: int32 [batch or 1, positions]: absolute start of the document that each position belongs to.
 
-    Raises ValueError for a negative window, and for document starts that decrease, lie after their own position, or
-    come with causal=False (the interval bounds a document's first key only, so a later document would be seen).
+    Raises TypeError for a window that is no int, ValueError for a negative one, and for document starts that decrease,
+    lie after their own position, or come with causal=False (the interval bounds a document's first key only, so a later
+    document would be seen).
     The values are read once, here (a host sync when they live on a GPU).
     """
 
@@ -56,6 +57,8 @@ class Mask:
         if not isinstance(self.window, Sequence) or len(self.window) != 2:
             raise ValueError(f"Mask: window is (left, right), got {self.window!r}")
         for side, size in zip(("left", "right"), self.window, strict=True):
+            if size is not None and not hasattr(type(size), "__index__"):
+                raise TypeError(f"Mask: window {side} is {size!r}; it must be a number of tokens, an int, or None")
             if size is not None and size < 0:
                 raise ValueError(f"Mask: window {side} is {size}; use None for no bound, or a size of 0 or more tokens")
         if self.document_starts is not None:

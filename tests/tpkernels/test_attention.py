@@ -309,6 +309,8 @@ def tensors(q=(1, 4, 4, 8), k=(1, 4, 2, 8), v=(1, 4, 2, 8), dtype=torch.float32)
         ((*tensors()[:2], tensors(dtype=torch.bfloat16)[2]), {}, "got torch.float32, torch.float32, torch.bfloat16"),
         ((*tensors()[:2], tensors()[2].to("meta")), {}, "are on cpu, cpu, meta; move them"),
         (tensors(), {"scale": float("nan")}, "scale is nan; it must be finite"),
+        (tensors(), {"scale": 1e38}, "scale is 1e\\+38; it must be finite in fp32"),
+        (tensors(), {"softcap": 1e-39}, "softcap is 1e-39; it must be 0"),
         (tensors(), {"softcap": -1.0}, r"softcap is -1.0; it must be 0 \(off\) or positive"),
         (tensors(), {"sinks": torch.zeros(2)}, r"sinks is \[2\] on cpu; it needs one value per query head, \[4\]"),
         (tensors(), {"start": 3}, r"start=3 without a cache, where it is keys - queries = 4 - 4 = 0"),
@@ -334,8 +336,9 @@ def test_bad_input_names_the_values_and_the_remedy(arguments, settings, message)
         ({"cache": {}}, r"cache is a dict; it must be a PrefixCache"),
         ({"mask": torch.ones(3, 3, dtype=torch.bool)}, r"mask is a Tensor; it must be a tpkernels.Mask"),
         ({"q": [[1.0]]}, r"q is a list; it must be a torch.Tensor"),
+        ({"sinks": [1.0]}, r"sinks is a list; it must be a torch.Tensor or None"),
     ],
-    ids=["cache", "mask", "q"],
+    ids=["cache", "mask", "q", "sinks"],
 )
 def test_an_argument_of_another_type_is_named(options, message):
     arguments = {name: torch.ones(1, 3, 1, 8) for name in "qkv"} | options
@@ -346,5 +349,7 @@ def test_an_argument_of_another_type_is_named(options, message):
 def test_a_window_that_is_one_number_and_a_cache_of_integers_are_refused():
     with pytest.raises(ValueError, match=r"window is \(left, right\), got 8"):
         Mask(window=8)
+    with pytest.raises(TypeError, match=r"window right is 1.5; it must be a number of tokens"):
+        Mask(window=(None, 1.5))
     with pytest.raises(ValueError, match=r"dtype is torch.int32; it must be a floating-point"):
         PrefixCache(1, 4, 1, 8, dtype=torch.int32)

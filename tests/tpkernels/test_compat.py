@@ -281,7 +281,7 @@ def test_vmap_is_refused_clearly(call):
         torch.vmap(call)(*(x.detach()[None] for x in leaves(*SHAPES)))
 
 
-@pytest.mark.parametrize("transform", ["grad", "jvp", "twice"])
+@pytest.mark.parametrize("transform", ["grad", "jvp", "dual", "twice"])
 def test_derivatives_of_masked_attention_that_do_not_exist_are_refused_clearly(transform):
     q = torch.randn(2, 4, 5, 8)
     mask = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
@@ -297,6 +297,9 @@ def test_derivatives_of_masked_attention_that_do_not_exist_are_refused_clearly(t
             torch.func.grad(lambda q: attend(q).sum())(q)
         elif transform == "jvp":
             torch.func.jvp(attend, (q,), (q,))
+        elif transform == "dual":  # whose tangent an op without a formula would drop
+            with torch.autograd.forward_ad.dual_level():
+                attend(torch.autograd.forward_ad.make_dual(q, q))
         else:
             leaf = q.requires_grad_()
             torch.autograd.grad(attend(leaf).sum(), leaf, create_graph=True)[0].sum().backward()

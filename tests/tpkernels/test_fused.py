@@ -274,6 +274,18 @@ def test_what_memory_does_not_say_is_heeded(how):
         torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=2e-5)
 
 
+def test_second_derivatives_are_refused():
+    """Also a penalty on the gradient of a sum, which autograd took for a constant."""
+    x, weight = torch.randn(2, 5, 3, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+    turns = torch.randn(2, 5, 1, 4, dtype=torch.complex64)
+    outs = [fused.norm(x, weight, eps=EPS, rms=True), fused.add_norm(x, x, weight, weight, eps=EPS, rms=False)[1]]
+    for out in (*outs, fused.rotary(x, turns), fused.swiglu(x, x), fused.gelu_tanh(x)):
+        for gradient in (torch.ones_like(out), torch.ones_like(out, requires_grad=True)):
+            with pytest.raises(NotImplementedError, match="create_graph=True"):
+                torch.autograd.grad(out, x, gradient, create_graph=True, retain_graph=True)
+        assert torch.autograd.grad(out, x, torch.ones_like(out))[0].isfinite().all()
+
+
 def test_shapes_that_do_not_fit_are_torchs_to_broadcast_or_to_refuse():
     x, one = torch.randn(3, 8), torch.randn(1, 8)
     weight = torch.randn(8)

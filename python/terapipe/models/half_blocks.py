@@ -105,14 +105,6 @@ class Piece(torch.autograd.Function):
     def run(cls, *inputs: Any) -> Any:
         return super(torch.autograd.Function, cls).apply(*inputs)  # type: ignore[misc]
 
-    @staticmethod
-    def refuse_second_derivative() -> None:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "terapipe.models: second derivatives are not supported (prefix_attention has none either); leave "
-                "create_graph=True out"
-            )
-
 
 class _NormLinears(Piece):
     """(hidden, (norm, entry), head_dim, turns, weight and bias of the norm and each linear) -> (hidden, *outputs)."""
@@ -148,7 +140,7 @@ class _NormLinears(Piece):
 
     @staticmethod
     def backward(ctx: Any, dhidden: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        Piece.refuse_second_derivative()
+        fused.refuse_second_derivative()
         x, normed, mean, rstd, norm_weight, norm_bias, *parameters = ctx.saved_tensors
         needs = ctx.needs_input_grad
         of_normed: Tensor | None = None
@@ -177,7 +169,7 @@ class _AddLinear(Piece):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        Piece.refuse_second_derivative()
+        fused.refuse_second_derivative()
         x, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad
         rows = as_rows(dout)
@@ -217,7 +209,7 @@ class _Mlp(Piece):
 
     @staticmethod
     def backward(ctx: Any, dhidden: Tensor) -> tuple[Tensor | None, ...]:
-        Piece.refuse_second_derivative()
+        fused.refuse_second_derivative()
         x, normed, mean, rstd, norm_weight, norm_bias, *rest = ctx.saved_tensors
         inner, (*into, (down, _)) = rest[: ctx.linears], _pairs(rest[ctx.linears :])
         needs = ctx.needs_input_grad

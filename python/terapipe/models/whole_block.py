@@ -16,7 +16,7 @@ from terapipe.layer import Entry, Out, owned_gradient
 from terapipe.models.half_blocks import Piece, parameters_of
 from tpkernels import Mask, PrefixCache
 from tpkernels.block import MODULES, BlockShape, block_backward, block_forward, fits, served
-from tpkernels.fused import parameter_gradient, turns_fit
+from tpkernels.fused import parameter_gradient, refuse_second_derivative, turns_fit
 from tpkernels.memory import readable
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class _WholeBlock(Piece):
 
     @staticmethod
     def backward(ctx: Any, dhidden: Tensor) -> tuple[Tensor | None, ...]:
-        Piece.refuse_second_derivative()
+        refuse_second_derivative()
         x, *saved = ctx.saved_tensors
         call, needs = ctx.call, ctx.needs_input_grad[2:]
         parameters, run = saved[: len(needs)], ctx.run._replace(saved=saved[len(needs) :])
