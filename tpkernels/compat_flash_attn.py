@@ -113,6 +113,9 @@ def flash_attn_varlen_func(
     if not (q.dim() == k.dim() == v.dim() == 3):
         shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
         raise ValueError(f"{name}: q, k and v must be [total tokens, heads, head_dim], got {shapes}")
+    for which, totals in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(totals, Tensor):
+            raise ValueError(f"{name}: {which} is a {type(totals).__name__}; it must be an int32 tensor")
     out, lse = interval_attention(
         q[None],
         k[None],

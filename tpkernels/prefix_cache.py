@@ -199,11 +199,12 @@ class PrefixCache:
     def recomputing(self, start: int) -> Iterator[None]:
         """Within it a slice given without `start=` is one that the cache holds already, from position `start` on: it is
         computed again and writes nothing. For layers that do not pass a position on."""
+        outer = self.recomputed_start
         self.recomputed_start = start
         try:
             yield
         finally:
-            self.recomputed_start = None
+            self.recomputed_start = outer
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and copy: the backward view is a second handle of the same memory, so it is made anew."""

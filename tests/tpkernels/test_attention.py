@@ -164,6 +164,8 @@ def test_recomputing_a_slice_writes_nothing(backend):
     nonsense = torch.full_like(inputs.k[:, :6], float("nan"))
     again = prefix_attention(inputs.q[:, :6], nonsense, nonsense, cache, start=0, backend=backend)
     with pytest.raises(ArithmeticError), cache.recomputing(0):
+        with cache.recomputing(6):
+            assert cache.recomputed_start == 6
         told_by_the_cache = prefix_attention(inputs.q[:, :6], nonsense, nonsense, cache, backend=backend)
         raise ArithmeticError
     assert cache.recomputed_start is None

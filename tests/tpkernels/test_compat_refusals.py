@@ -63,6 +63,11 @@ REFUSED = [
     (varlen, {"dropout_p": 0.5}, "flash_attn_varlen_func: dropout_p is 0.5"),
     (varlen, {"block_table": PAGES}, r"block_table is a tensor \[1, 2\].*gather the pages"),
     (lambda: flash_attn_varlen_func(*bshd(), cumulative(0, 4), cumulative(0, 4), 4, 4), {}, LAYOUT),
+    (
+        lambda: flash_attn_varlen_func(*(x[0] for x in bshd()), cumulative(0, 4), None, 4, 4),
+        {},
+        "cu_seqlens_k is a NoneType; it must be an int32 tensor",
+    ),
     (varlen, {"cu_q": cumulative(0, 4).long()}, r"cu_seqlens_q is torch.int64 \[2\].*\.to\(torch.int32\)"),
     (varlen, {"cu_k": (0, 0, 4)}, r"cu_seqlens_k is torch.int32 \[3\]"),
     (varlen, {"cu_q": (0, 4, 2), "cu_k": (0, 4, 4)}, r"cu_seqlens_q is \[0, 4, 2\]; it starts with 0, never falls"),
