@@ -23,7 +23,8 @@ from terapipe.schedule.orders import demand_order
 from terapipe.schedule.slots import SlotAssignment, assign_slots, releasing_action, ring_slots
 from terapipe.schedule.transfers import Transfer
 from tpkernels import fused
-from tpkernels.links import DistLink, Key, LinkError, LinkSpec, LocalLink
+from tpkernels.links import DistLink, Key, LinkError, LinkSpec, LocalLink, Trouble
+from tpkernels.links.dist import trouble_of
 
 CPU = torch.device("cpu")
 SHAPE = (1, 4, 2)
@@ -195,11 +196,34 @@ def test_a_lost_peer_is_named_on_both_ends(group: Any) -> None:
     with pytest.raises(LinkError, match=r"rank 1 is gone, at the end of the step: Connection closed by peer") as caught:
         link.finish()
     assert caught.value.lost_peer == 1 and "typically" not in str(caught.value)
+    assert caught.value.trouble is Trouble.GONE and not caught.value.late
     receiver = _receiver(group)
     group.posted[0].fail = message
     with pytest.raises(LinkError, match="rank 0 is gone, with micro 0, slice 0 on its way") as caught:
         receiver.take((1, 0, 0))
     assert caught.value.lost_peer == 0
+    group.posted[1].fail = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for recv operation"
+    with pytest.raises(LinkError, match="rank 0 did not come in time, with micro 0, slice 1 on its way") as caught:
+        receiver.take((1, 0, 1))
+    assert caught.value.trouble is Trouble.LATE and caught.value.late and caught.value.lost_peer is None
+
+
+TOLD: list[tuple[BaseException, Trouble | None]] = [
+    (RuntimeError("[gloo/transport/tcp/pair.cc:525] Connection closed by peer [127.0.0.1]:4. This is"), Trouble.GONE),
+    (RuntimeError("[1] is setting up NCCL communicator: wait timed out after 5000ms"), Trouble.LATE),
+    (RuntimeError("shape '[2]' is invalid for input of size 3"), None),
+    (ConnectionResetError(104, "reset"), Trouble.GONE),
+    (OSError(24, "Connection of many open files"), None),
+    (LinkError("Connection closed by peer"), None),  # what made it says why, its words do not
+    (LinkError("gone", peer=1, trouble=Trouble.SILENT), Trouble.SILENT),
+]
+
+
+@pytest.mark.parametrize(("error", "trouble"), TOLD, ids=lambda each: str(each))
+def test_what_a_backend_met_is_read_from_its_words_and_from_no_other_error(
+    error: BaseException, trouble: Trouble | None
+) -> None:
+    assert trouble_of(error) is trouble
 
 
 # ---- whole schedules over local links --------------------------------------------------------------------------------

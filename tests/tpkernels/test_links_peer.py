@@ -10,6 +10,7 @@ import ctypes
 import multiprocessing
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpkernels.links import Key, LinkError, LinkSpec, PeerLink, open_link, peer, peer_missing
+from tpkernels.links import Key, LinkError, LinkSpec, PeerLink, Trouble, open_link, peer, peer_missing
 
 if torch.cuda.is_available():
     pytest.skip("with a GPU triton compiles, and CPU tensors have no kernels", allow_module_level=True)
@@ -238,7 +239,7 @@ def test_a_dropped_post_is_reported_with_all_that_is_known(first_epoch: int, mee
         "link 0->1 (activations): rank 0 is alive but did not come: waited in vain for stage 1, micro 0, slice 0 "
         f"(slot 0, tile 2, wanted epoch {first_epoch + 1}, saw {first_epoch}, generation 7)."
     )
-    assert caught.value.lost_peer is None
+    assert caught.value.lost_peer is None and caught.value.trouble is Trouble.LATE
     with pytest.raises(LinkError, match="waited in vain for stage 1, micro 0, slice 0"):
         receiver.take(second)  # this end has stopped
     sender.put(second, torch.zeros(SHAPE))
@@ -261,21 +262,21 @@ def test_a_slot_that_changed_under_autograd_raises(meet: Callable[..., Pair]) ->
         receiver.verify(first)
 
 
-@pytest.mark.parametrize("trouble", ["has closed the link", "stands still"])
-def test_a_wait_ends_when_the_peer_does(trouble: str, meet: Callable[..., Pair]) -> None:
+@pytest.mark.parametrize("trouble", [Trouble.CLOSED, Trouble.SILENT])
+def test_a_wait_ends_when_the_peer_does(trouble: Trouble, meet: Callable[..., Pair]) -> None:
     pair = sender, receiver = meet(make_spec(), timeout_s=1e6, silence_s=0.5)
     first, second, *_ = expect(pair)
     sender.put(first, torch.zeros(SHAPE))
-    if trouble == "has closed the link":
+    if trouble is Trouble.CLOSED:
         sender.close()
         with pytest.raises(LinkError, match="was closed"):
             sender.put(second, torch.zeros(SHAPE))
     else:
         sender._watch._beat.stop()
     receiver.take(first)  # what came before is still good
-    with pytest.raises(LinkError, match=f"rank 0 {trouble}.*slice 1") as caught:
+    with pytest.raises(LinkError, match=f"rank 0 {re.escape(trouble.value)}.*slice 1") as caught:
         receiver.take(second)
-    assert caught.value.lost_peer == 0
+    assert caught.value.lost_peer == 0 and caught.value.trouble is trouble
 
 
 # ---- two processes ---------------------------------------------------------------------------------------------------

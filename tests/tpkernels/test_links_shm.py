@@ -28,7 +28,7 @@ from terapipe.schedule import seq_1f1b
 from terapipe.schedule.orders import demand_order
 from terapipe.schedule.slots import assign_slots, ring_slots
 from tpkernels import fused
-from tpkernels.links import Key, LinkError, LinkSpec, ShmLink, open_link, shm, shm_missing
+from tpkernels.links import Key, LinkError, LinkSpec, ShmLink, Trouble, open_link, shm, shm_missing
 
 pytestmark = pytest.mark.skipif(bool(shm_missing()), reason=f"shared-memory links: {shm_missing()}")
 
@@ -341,7 +341,7 @@ def test_a_late_peer_is_reported_with_all_there_is_to_know(meet: Callable[..., P
         "link 0->1 (activations): rank 0 is alive but did not come: waited 0.2 s for stage 1, micro 0, slice 0 "
         "(slot 0, tile 0, wanted epoch 4294967294, saw 4294967293)."
     )
-    assert caught.value.lost_peer is None
+    assert caught.value.lost_peer is None and caught.value.trouble is Trouble.LATE
 
 
 @pytest.mark.parametrize("asleep", [False, True])
@@ -358,6 +358,7 @@ def test_a_peer_that_closes_is_noticed_at_once_but_what_came_is_good(meet: Calla
     with pytest.raises(LinkError, match="rank 0 has closed the link") as caught:
         receiver.take(second)
     assert caught.value.lost_peer == 0 and time.monotonic() - began < 1.0
+    assert caught.value.trouble is Trouble.CLOSED
     timer.join()
     with pytest.raises(LinkError, match="this end was closed"):
         sender.put(second, torch.ones(2, 70, 3))

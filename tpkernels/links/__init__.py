@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tpkernels.links.agreement import agree
-from tpkernels.links.base import Key, Link, LinkError, LinkSpec, Speed, Transfers
+from tpkernels.links.base import Key, Link, LinkError, LinkSpec, Speed, Transfers, Trouble
 from tpkernels.links.dist import DistLink
 from tpkernels.links.local import LocalLink
 from tpkernels.links.peer import PeerLink, peer_missing
@@ -31,6 +31,7 @@ __all__ = [
     "ShmLink",
     "Speed",
     "Transfers",
+    "Trouble",
     "open_link",
     "peer_missing",
     "shm_missing",

@@ -7,6 +7,7 @@ both ends check.
 
 from __future__ import annotations
 
+import enum
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -61,13 +62,33 @@ class Speed(NamedTuple):
     gb_per_s: float
 
 
-class LinkError(RuntimeError):
-    """A hand-off did not happen.  `lost_peer` is the rank at the other end when it is gone or stands still, else
-    None; `late`: it is there, but time is up, or another rank's was."""
+class Trouble(enum.Enum):
+    """What the rank at the other end did instead of a hand-off."""
 
-    def __init__(self, message: str, *, lost_peer: int | None = None, late: bool = False) -> None:
+    CLOSED = "has closed the link"
+    GONE = "is gone"
+    SILENT = "stands still (stopped or frozen)"
+    LATE = "is alive but did not come"
+    ENDED = "had not come when another rank failed"
+
+
+class LinkError(RuntimeError):
+    """A hand-off did not happen. trouble: why, None where this end was closed or asked for what cannot be; peer: the
+    rank at the other end, None where it could be any."""
+
+    def __init__(self, message: str, *, peer: int | None = None, trouble: Trouble | None = None) -> None:
         super().__init__(message)
-        self.lost_peer, self.late = lost_peer, late
+        self.peer, self.trouble = peer, trouble
+
+    @property
+    def lost_peer(self) -> int | None:
+        """The rank at the other end when it is gone, has closed or stands still."""
+        return self.peer if self.trouble in (Trouble.CLOSED, Trouble.GONE, Trouble.SILENT) else None
+
+    @property
+    def late(self) -> bool:
+        """The other end is there, but time is up, or another rank's was."""
+        return self.trouble in (Trouble.LATE, Trouble.ENDED)
 
 
 class Link(Protocol):
@@ -195,8 +216,8 @@ def closed_error(spec: object, key: Key | None = None) -> LinkError:
     return LinkError(f"{spec}: this end was closed, {what} go over it.")
 
 
-def lost_error(spec: LinkSpec, peer: int, state: str) -> LinkError:
-    return LinkError(f"{spec}: rank {peer} {state}.", lost_peer=peer)
+def lost_error(spec: LinkSpec, peer: int, trouble: Trouble) -> LinkError:
+    return LinkError(f"{spec}: rank {peer} {trouble.value}.", peer=peer, trouble=trouble)
 
 
 def summable(x: Tensor, residual: Tensor, shape: Sequence[int], dtype: torch.dtype) -> bool:

@@ -16,7 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpkernels.links.base import Key, Link, LinkError, LinkSpec, Speed, Transfers, check_put, closed_error, name
+from tpkernels.links.base import (
+    Key,
+    Link,
+    LinkError,
+    LinkSpec,
+    Speed,
+    Transfers,
+    Trouble,
+    check_put,
+    closed_error,
+    name,
+)
 from tpkernels.links.door import Door, inside
 
 _NEVER_SENT = 1  # a tag; slices have 0
@@ -159,11 +170,13 @@ class DistLink(Link):
             return closed_error(self.spec, key)
         what = "at the end of the step" if key is None else f"with {name(key)} on its way"
         if self._given_up:
-            return LinkError(f"{self.spec}: rank {self._peer} had not come when another rank failed, {what}", late=True)
-        late, why = timed_out(error), reason(error)
-        state = "did not come in time" if late else "is gone"
-        peer = None if late else self._peer
-        return LinkError(f"{self.spec}: rank {self._peer} {state}, {what}: {why}", lost_peer=peer, late=late)
+            ended = Trouble.ENDED
+            return LinkError(f"{self.spec}: rank {self._peer} {ended.value}, {what}", peer=self._peer, trouble=ended)
+        trouble = Trouble.LATE if trouble_of(error) is Trouble.LATE else Trouble.GONE  # whatever else gloo says
+        state = "did not come in time" if trouble is Trouble.LATE else trouble.value
+        return LinkError(
+            f"{self.spec}: rank {self._peer} {state}, {what}: {reason(error)}", peer=self._peer, trouble=trouble
+        )
 
 
 def break_group(group: dist.ProcessGroup, peer: int) -> None:
@@ -177,9 +190,19 @@ def break_group(group: dist.ProcessGroup, peer: int) -> None:
         pass
 
 
-def timed_out(error: BaseException) -> bool:
-    """Whether a backend's wait ended because time was up, not because a connection broke."""
-    return "imed out" in reason(error)
+def trouble_of(error: BaseException) -> Trouble | None:
+    """What another rank did instead of coming, None where `error` does not tell. All that torch gives when a wait of a
+    backend of its fails is a RuntimeError, the same for every cause, and a sentence; so here, and nowhere else, the
+    sentence is read."""
+    if isinstance(error, LinkError):
+        return error.trouble
+    if isinstance(error, ConnectionError):
+        return Trouble.GONE
+    if not isinstance(error, RuntimeError):
+        return None
+    if "imed out" in reason(error):  # "Timed out waiting 1000ms for recv operation to complete"
+        return Trouble.LATE
+    return Trouble.GONE if "onnection" in str(error) else None  # "Connection closed by peer", "Connection refused"
 
 
 def reason(error: BaseException) -> str:

@@ -37,6 +37,7 @@ from tpkernels.links.base import (
     Order,
     Speed,
     Transfers,
+    Trouble,
     check_put,
     closed_error,
     lost_error,
@@ -49,7 +50,7 @@ from tpkernels.links.shm import MEET_S, SILENCE_S, TIMEOUT_S, meet, shm_missing
 if sys.platform == "linux":
     from tpkernels.links import peer_memory
     from tpkernels.links.peer_memory import PeerMemory
-    from tpkernels.links.peer_watch import CLOSED, PeerWatch
+    from tpkernels.links.peer_watch import PeerWatch
 
 
 def peer_missing(device: torch.device | None = None, language: str = "triton") -> str:
@@ -320,8 +321,8 @@ class PeerLink(Link):
         return Speed(latency * 1e6, self.spec.slot_bytes / min(seconds[rounds[-1]][1:]) / 1e9)
 
     def lost(self, tick_s: float) -> LinkError | None:
-        state = self._watch.trouble
-        return None if state in ("", CLOSED) else lost_error(self.spec, self._peer, state)
+        trouble = self._watch.trouble
+        return None if trouble in (None, Trouble.CLOSED) else lost_error(self.spec, self._peer, trouble)
 
     def give_up(self) -> None:
         self._words[0] = 1
@@ -412,12 +413,12 @@ class PeerLink(Link):
         if who == hand_off.HOLDER:
             return self._overwritten(key, slot)
         what = "the first exchange" if key is None else f"stage {key[0]}, {name(key)}"
-        state = self._watch.trouble or "is alive but did not come"
+        trouble = self._watch.trouble or Trouble.LATE
         return LinkError(
-            f"{self.spec}: rank {self._peer} {state}: waited in vain for {what} (slot {slot}, tile {tile}, "
+            f"{self.spec}: rank {self._peer} {trouble.value}: waited in vain for {what} (slot {slot}, tile {tile}, "
             f"wanted epoch {want}, saw {got}, generation {self._memory.layout.generation}).",
-            lost_peer=self._peer if self._watch.trouble else None,
-            late=not self._watch.trouble,
+            peer=self._peer,
+            trouble=trouble,
         )
 
     def _overwritten(self, key: Key | None, slot: int) -> LinkError:

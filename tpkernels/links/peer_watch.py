@@ -14,16 +14,16 @@ import threading
 from torch import Tensor
 
 from tpkernels.links import peer_memory
+from tpkernels.links.base import Trouble
 from tpkernels.links.peer_memory import PeerMemory
-from tpkernels.links.shm import STATES, _core
+from tpkernels.links.shm import _core
 
 LOOK_S = 0.02
-CLOSED = STATES["closed"]
 
 
 class PeerWatch(threading.Thread):
     """Looks at the peer's beat, its `closed` word and the socket. When the peer is lost it sets the host's abort word,
-    which ends the waits of kernels. `trouble` says what the peer does instead."""
+    which ends the waits of kernels. `trouble`: what the peer does instead."""
 
     def __init__(self, memory: PeerMemory, words: Tensor, *, sender: bool, silence_s: float) -> None:
         super().__init__(name="terapipe-peer-link", daemon=True)
@@ -31,7 +31,7 @@ class PeerWatch(threading.Thread):
         self._mine = peer_memory.SENDER_END if sender else peer_memory.RECEIVER_END
         self._theirs = peer_memory.RECEIVER_END if sender else peer_memory.SENDER_END
         self._closing = threading.Event()
-        self.trouble = ""
+        self.trouble: Trouble | None = None
         self._beat = _core.Beat(memory.segment.memory, self._mine + 4)
         self.start()
 
@@ -54,11 +54,11 @@ class PeerWatch(threading.Thread):
             silent_s = 0.0 if theirs != heard else silent_s + LOOK_S
             heard = theirs
             if closed:
-                self.trouble = CLOSED
+                self.trouble = Trouble.CLOSED
             elif poll.poll(0):
-                self.trouble = STATES["gone"]
+                self.trouble = Trouble.GONE
             elif silent_s >= self._silence_s:
-                self.trouble = STATES["silent"]
-            if self.trouble:
+                self.trouble = Trouble.SILENT
+            if self.trouble is not None:
                 self._words[0] = 1
                 return

@@ -34,6 +34,7 @@ from tpkernels.links.base import (
     Order,
     Speed,
     Transfers,
+    Trouble,
     check_put,
     lost_error,
     name,
@@ -52,13 +53,6 @@ except ImportError:  # not built: shm_missing says so
 TILE_ROWS, MOST_TILES = 64, 32  # rows of a tile, more where a slot would have too many: each costs a store to post
 SPIN_S = 2e-3  # longer than the gap between two slices that are nearly alike
 SILENCE_S, TIMEOUT_S, MEET_S = 10.0, 1800.0, 30.0
-STATES = {
-    "closed": "has closed the link",
-    "gone": "is gone",
-    "silent": "stands still (stopped or frozen)",
-    "late": "is alive but did not come",
-    "ended": "had not come when another rank failed",
-}
 FIRST_EXCHANGE = -1  # the stage of transfers that only measure
 
 Result = TypeVar("Result")
@@ -245,8 +239,8 @@ class ShmLink(Link):
         self._silent_s = 0.0 if beat != self._heard else self._silent_s + tick_s
         self._heard = beat
         if self._ring.peer_gone:
-            return lost_error(self.spec, self._peer, STATES["gone"])
-        return lost_error(self.spec, self._peer, STATES["silent"]) if self._silent_s >= self._silence_s else None
+            return lost_error(self.spec, self._peer, Trouble.GONE)
+        return lost_error(self.spec, self._peer, Trouble.SILENT) if self._silent_s >= self._silence_s else None
 
     def give_up(self) -> None:
         self._ring.give_up()
@@ -291,14 +285,14 @@ def _refusal(order: Order, spec: LinkSpec, key: Key | None, x: Tensor | None, do
     return order.refusal(key)
 
 
-def _lost(spec: LinkSpec, peer: int, key: Key, trouble: Any) -> LinkError:
+def _lost(spec: LinkSpec, peer: int, key: Key, wait: Any) -> LinkError:
     what = "the first exchange" if key[0] == FIRST_EXCHANGE else f"stage {key[0]}, {name(key)}"
-    late = trouble.outcome in ("late", "ended")
+    trouble = Trouble[wait.outcome.upper()]
     return LinkError(
-        f"{spec}: rank {peer} {STATES[trouble.outcome]}: waited {trouble.seconds:.1f} s for {what} "
-        f"(slot {trouble.slot}, tile {trouble.tile}, wanted epoch {trouble.wanted}, saw {trouble.seen}).",
-        lost_peer=None if late else peer,
-        late=late,
+        f"{spec}: rank {peer} {trouble.value}: waited {wait.seconds:.1f} s for {what} "
+        f"(slot {wait.slot}, tile {wait.tile}, wanted epoch {wait.wanted}, saw {wait.seen}).",
+        peer=peer,
+        trouble=trouble,
     )
 
 

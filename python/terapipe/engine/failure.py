@@ -24,6 +24,9 @@ from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
+from tpkernels.links import Trouble
+from tpkernels.links.dist import trouble_of
+
 logger = logging.getLogger("terapipe")
 
 STALL_SECONDS = 120.0  # no action finished for this long: print where every rank stands
@@ -64,7 +67,7 @@ def lost_rank(rank: int, position: str, *, noticed: str, cause: BaseException) -
     it does once a second."""
     what = (
         "the process stands still (stopped, or its machine frozen)"
-        if "stands still" in str(cause)
+        if trouble_of(cause) is Trouble.SILENT
         else "the process ended without a word (killed, perhaps for want of memory; crashed; or its host is gone)"
     )
     place = {NOWHERE: "its start", IDLE: BETWEEN_STEPS}.get(position, position)

@@ -30,9 +30,9 @@ from torch.distributed import distributed_c10d
 
 from terapipe.engine.failure import NOWHERE, Failure, FailureBoard, PipelineError, let_go, lost_rank, words
 from terapipe.schedule import Link as PlannedLink
-from tpkernels.links import Link, LinkError
+from tpkernels.links import Link, LinkError, Trouble
 from tpkernels.links.base import NO_DESCRIPTOR
-from tpkernels.links.dist import break_group, reason, timed_out
+from tpkernels.links.dist import break_group, reason, trouble_of
 
 OPENING = "opening its links"
 _LOOK_S = 0.1  # how often the caller looks for a failure of another rank
@@ -158,7 +158,7 @@ class Opening:
             assert origin is not None, "without a cause another rank's failure ended the wait"
             return origin
         gone = cause.lost_peer if isinstance(cause, LinkError) else None
-        deadline = time.monotonic() + (_SEEN_S if "onnection" in str(cause) else 0.0)
+        deadline = time.monotonic() + (_SEEN_S if trouble_of(cause) is Trouble.GONE else 0.0)
         while gone is None and (gone := self._gone()) is None and time.monotonic() < deadline:
             time.sleep(0.02)
         if gone is not None:
@@ -169,7 +169,7 @@ class Opening:
     def _lost(self) -> LinkError | None:
         """That a rank has ended, or a neighbour stands still."""
         if (gone := self._gone()) is not None:
-            return LinkError(f"rank {gone} is gone.", lost_peer=gone)
+            return LinkError(f"rank {gone} is gone.", peer=gone, trouble=Trouble.GONE)
         return next((found for link in list(self.links.values()) if (found := link.lost(_LOOK_S))), None)
 
     def _gone(self) -> int | None:
@@ -252,8 +252,8 @@ def _told(cause: BaseException) -> str:
     """`cause` in words for users; what to do about it becomes a note of the error, too."""
     told = words(cause)
     if type(cause) is RuntimeError:  # of torch's: with a source path and more lines
-        together = "onnection" in told or timed_out(cause)
-        told = f"{'the ranks did not come together' if together else 'RuntimeError'}: {reason(cause)}"
+        what = "RuntimeError" if trouble_of(cause) is None else "the ranks did not come together"
+        told = f"{what}: {reason(cause)}"
     if "Too many open files" not in told or NO_DESCRIPTOR in told:
         return told
     cause.add_note(NO_DESCRIPTOR)

@@ -59,7 +59,8 @@ from terapipe.layer import own_gradients
 from terapipe.schedule import Plan, check, clock_order, ring_slots
 from terapipe.schedule.trace import TraceEvent
 from tpkernels import Mask
-from tpkernels.links import LinkError
+from tpkernels.links import LinkError, Trouble
+from tpkernels.links.dist import trouble_of
 
 logger = logging.getLogger("terapipe")
 
@@ -458,7 +459,7 @@ class Pipeline:
         if blamed not in (None, rank):  # its wait ends when the links do
             self._wiring.close()
         # A closed connection is somebody else's failure, whose record may need a moment to become readable.
-        known, broken = lost is not None or blamed is not None, "onnection" in str(cause)
+        known, broken = lost is not None or blamed is not None, trouble_of(cause) is Trouble.GONE
         settle = self._board.SETTLE_SECONDS  # longer for those who saw less
         origin = self._board.origin(wait=settle if known else 2 * settle if broken else 0.0)
         if origin is None:

@@ -32,7 +32,7 @@ from terapipe.schedule import Link as PlannedLink
 from terapipe.schedule import Schedule, SlotAssignment
 from tpkernels.links import Link, LinkError, LinkSpec, LocalLink, Transfers, open_link, peer_missing, shm_missing
 from tpkernels.links.base import closed_error
-from tpkernels.links.dist import reason, timed_out
+from tpkernels.links.dist import reason, trouble_of
 from tpkernels.links.door import Door, inside
 from tpkernels.links.shm import SPIN_S
 
@@ -342,8 +342,8 @@ class _ProcessWiring:
                 time.sleep(0.02)
                 lost = self.lost(0.0)
             if lost is not None:
-                raise LinkError(str(lost), lost_peer=lost.lost_peer) from error
-            raise LinkError(f"the ranks did not come together: {reason(error)}", late=timed_out(error)) from error
+                raise LinkError(str(lost), peer=lost.peer, trouble=lost.trouble) from error
+            raise LinkError(f"the ranks did not come together: {reason(error)}", trouble=trouble_of(error)) from error
 
     def lost(self, tick_s: float) -> LinkError | None:
         for link in self.links.values():

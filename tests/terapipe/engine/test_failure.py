@@ -17,7 +17,7 @@ import pytest
 from worker import CAUGHT
 
 from terapipe.engine.failure import Failure, FailureBoard, PipelineError, Watchdog, lost_rank, words
-from tpkernels.links import LinkError, shm_missing
+from tpkernels.links import LinkError, Trouble, shm_missing
 
 WITHIN_S = 8.0
 ACTION = {
@@ -199,13 +199,13 @@ def test_a_board_without_a_store_remembers_nothing() -> None:
     ],
 )
 def test_a_rank_that_left_no_word_is_told_of_in_words_for_users(position: str, place: str) -> None:
-    gone = LinkError("link 1->2 (activations): rank 2 is gone: waited 0.1 s (slot 0, wanted epoch 3)", lost_peer=2)
+    gone = LinkError("waited 0.1 s for a slot that stands still", peer=2, trouble=Trouble.GONE)
     failure = lost_rank(2, position, noticed="Rank 1 noticed in 1B0.1", cause=gone)
     assert str(PipelineError(failure, here=1)) == (
         f"rank 1 stopped because rank 2 failed {place}: the process ended without a word (killed, perhaps for want of "
         "memory; crashed; or its host is gone); its own output and its host's log may say why. Rank 1 noticed in 1B0.1"
     )
-    still = LinkError("link 1->2 (activations): rank 2 stands still (stopped or frozen): waited 10.0 s", lost_peer=2)
+    still = LinkError("waited 10.0 s", peer=2, trouble=Trouble.SILENT)
     assert lost_rank(2, position, noticed="", cause=still).cause.startswith("the process stands still (stopped, or")
 
 
