@@ -1,8 +1,8 @@
 """The two raw mutating ops of prefix attention (tpkernels::prefix_attention_forward, _backward) and their checks.
 
 They resolve where the slice starts, check the order of slices (slice_order.py), pick the backend and run it. Neither
-has an autograd formula (torch refuses one on an op that mutates its inputs): attention.py ties them together. They are
-registered by torch.library.define, not custom_op, which costs 0.1 ms a call for so many arguments.
+has an autograd formula (torch refuses one on an op that mutates its inputs): attention_autograd.py ties them together.
+They are registered by torch.library.define, not custom_op, which costs 0.1 ms a call for so many arguments.
 
 The one trap: nothing may be moved or written before the last check, so that an error leaves cache and accumulator as
 they were; and no check may move out of the ops, because under torch.compile the positions are known only here.
@@ -37,7 +37,7 @@ class Settings(NamedTuple):
     backend: str
 
 
-_SETTINGS = (
+SETTINGS_SCHEMA = (
     "bool causal, SymInt window_left, SymInt window_right, float scale, float softcap, bool deterministic, str backend"
 )
 
@@ -50,7 +50,7 @@ torch.library.define(
     (
         "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? document_starts, Tensor(a!)? cache_k, "
         "Tensor(b!)? cache_v, Tensor(c!)? position, Tensor? progress, SymInt? start, "
-        f"{_SETTINGS}) -> (Tensor, Tensor, Tensor)"
+        f"{SETTINGS_SCHEMA}) -> (Tensor, Tensor, Tensor)"
     ),
 )
 
@@ -90,7 +90,7 @@ def _forward(
         out.zero_()
         lse.copy_(lse.new_tensor(-math.inf) if sinks is None else sinks[:, None])
     elif lse.numel():
-        with _no_autocast(q.device.type):
+        with no_autocast(q.device.type):
             backend.forward(
                 readable(q),
                 readable(k),
@@ -124,7 +124,7 @@ torch.library.define(
     (
         "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor record, Tensor? sinks, "
         "Tensor? document_starts, Tensor? position, Tensor(a!)? progress, Tensor(b!)? dk_sum, Tensor(c!)? dv_sum, "
-        f"Tensor(d!)? state, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)"
+        f"Tensor(d!)? state, {SETTINGS_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
 )
 
@@ -155,7 +155,7 @@ def _backward(
     cached = position is not None
     piece = Slice(start, start + q.shape[1] if cached else k.shape[1])
     if cached and piece.start == piece.end:  # it has no place in the order of slices: nothing to check, nothing to add
-        return q.new_empty(q.shape), k.new_empty(k[:, :0].shape), v.new_empty(v[:, :0].shape), _new_dsinks(q, sinks)
+        return q.new_empty(q.shape), k.new_empty(k[:, :0].shape), v.new_empty(v[:, :0].shape), new_dsinks(q, sinks)
     first = False
     if cached:
         assert position is not None and progress is not None and state is not None
@@ -179,9 +179,9 @@ def _backward(
         dk = torch.zeros(k.shape, dtype=accumulator_dtype(k.dtype), device=k.device)
         dv = torch.zeros(v.shape, dtype=accumulator_dtype(v.dtype), device=v.device)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dsinks = _new_dsinks(q, sinks)
+    dsinks = new_dsinks(q, sinks)
     if dq.numel() and k.shape[1]:
-        with _no_autocast(q.device.type):
+        with no_autocast(q.device.type):
             backend.backward(
                 readable(dout),
                 readable(q),
@@ -225,14 +225,14 @@ def _(
     rows = k.shape[1] if position is None else q.shape[1]
     dk = k.new_empty(k.shape[0], rows, *k.shape[2:])
     dv = v.new_empty(v.shape[0], rows, *v.shape[2:])
-    return q.new_empty(q.shape), dk, dv, _new_dsinks(q, sinks)
+    return q.new_empty(q.shape), dk, dv, new_dsinks(q, sinks)
 
 
 def _rounded_copy(sums: Tensor, dtype: torch.dtype) -> Tensor:
     return sums.to(dtype, memory_format=torch.contiguous_format, copy=True)
 
 
-def _new_dsinks(q: Tensor, sinks: Tensor | None) -> Tensor:
+def new_dsinks(q: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.zeros(0 if sinks is None else q.shape[2], dtype=accumulator_dtype(q.dtype), device=q.device)
 
 
@@ -317,7 +317,7 @@ def autocasts(device_type: str) -> bool:
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
-def _no_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+def no_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
     """Backends compute in the dtypes they are given."""
     if autocasts(device_type):
         return torch.autocast(device_type, enabled=False)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from tpkernels import attention_ops
-from tpkernels.attention import _check_shapes, prefix_attention
+from tpkernels.attention import prefix_attention
+from tpkernels.attention_checks import check_shapes
 from tpkernels.compat_intervals import interval_attention
 from tpkernels.compat_pieces import Sequences, Window, aligned_intervals
 from tpkernels.mask import CAUSAL, Mask, window_bound
@@ -326,5 +327,5 @@ def _check_cache(
     if k is not None and v is not None and k.shape[1] != v.shape[1]:
         raise ValueError(f"{name}: k has {k.shape[1]} tokens and v {v.shape[1]}; they must be equally many")
     sample_k, sample_v = (x[:1].expand(q.shape[0], -1, -1, -1) for x in (k_cache, v_cache))
-    _check_shapes(q, sample_k, sample_v, None, None, CAUSAL, scale, softcap)
+    check_shapes(q, sample_k, sample_v, None, None, CAUSAL, scale, softcap)
     attention_ops.refuse_unserved(q, k_cache, v_cache, softcap=softcap)

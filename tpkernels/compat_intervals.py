@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tpkernels import attention_ops, backends
-from tpkernels.attention import _autocast, _check_shapes
+from tpkernels.attention_checks import autocast_inputs, check_shapes
 from tpkernels.attention_ops import Settings
 from tpkernels.backends import RawSettings
 from tpkernels.compat_pieces import Piece, Sequences, Window, check_sequences, pieces_of, sequence_intervals
@@ -56,8 +56,8 @@ def interval_attention(
             "nor under torch.vmap nor with forward-mode derivatives; use backward(), and the batch dimension"
         )
     if attention_ops.autocasts(q.device.type):
-        q, k, v = _autocast(q, k, v, None)
-    _check_shapes(q, k, v, None, sinks, CAUSAL, scale, softcap)
+        q, k, v = autocast_inputs(q, k, v, None)
+    check_shapes(q, k, v, None, sinks, CAUSAL, scale, softcap)
     assert (intervals is None) != (sequences is None)
     if intervals is not None:
         expected = [1 if intervals.shape[0] == 1 else q.shape[0], q.shape[1], 2]
@@ -93,7 +93,7 @@ def _has_tangent(*tensors: Tensor) -> bool:
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, {more}Tensor? sinks, Tensor? intervals, Tensor? cu_q, Tensor? cu_k, SymInt max_q, "
-    "SymInt max_k, " + attention_ops._SETTINGS
+    "SymInt max_k, " + attention_ops.SETTINGS_SCHEMA
 )
 _NAME = "tpkernels::interval_attention"
 torch.library.define(_NAME, f"({_ARGUMENTS.format(more='')}) -> (Tensor, Tensor)")
@@ -172,7 +172,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) 
         lse.copy_(sinks[:, None])
     if not out.numel():
         return out, lse
-    with attention_ops._no_autocast(q.device.type):
+    with attention_ops.no_autocast(q.device.type):
         for piece in pieces:
             out_part = piece.queries(out)
             own_out = out_part if out_part.is_contiguous() else torch.empty_like(out_part)
@@ -204,13 +204,13 @@ def _backward(
         gradients = varlen_backward(
             dout[0], q[0], k[0], v[0], out[0], lse[0], deterministic=settings.deterministic, **arguments
         )
-        dsinks = attention_ops._new_dsinks(q, sinks) if gradients.dsinks is None else gradients.dsinks
+        dsinks = attention_ops.new_dsinks(q, sinks) if gradients.dsinks is None else gradients.dsinks
         return gradients.dq[None], gradients.dk.to(k.dtype)[None], gradients.dv.to(v.dtype)[None], dsinks
     dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     dk = torch.zeros(k.shape, dtype=accumulator_dtype(k.dtype), device=k.device)
     dv = torch.zeros(v.shape, dtype=accumulator_dtype(v.dtype), device=v.device)
-    dsinks = attention_ops._new_dsinks(q, sinks)
-    with attention_ops._no_autocast(q.device.type):
+    dsinks = attention_ops.new_dsinks(q, sinks)
+    with attention_ops.no_autocast(q.device.type):
         for piece in pieces if dq.numel() else []:
             dq_part = piece.queries(dq)
             own_dq = dq_part if dq_part.is_contiguous() else torch.empty_like(dq_part)
@@ -246,7 +246,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def _(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dsinks = attention_ops._new_dsinks(q, sinks)
+    dsinks = attention_ops.new_dsinks(q, sinks)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 

@@ -107,7 +107,7 @@ class CpuBackend:
 def view(tensor: Tensor) -> tuple[int, int, int, int]:
     """[batch, tokens, heads, dim] as the extension takes it: address and strides in elements."""
     batch, token, head, element = tensor.stride()
-    assert element == 1 or tensor.shape[3] == 1, "the last dimension is contiguous (attention.py sees to it)"
+    assert element == 1 or tensor.shape[3] == 1, "the last dimension is contiguous (memory.py sees to it)"
     return (tensor.data_ptr(), batch, token, head)
 
 
