@@ -12,43 +12,10 @@
 
 #include "kernels.h"
 #include "lanes.h"
-#include "softmax.h"
+#include "score_gradients.h"
 
 namespace tpk::cpu::TPK_NAMESPACE {
 namespace {
-
-// Probabilities and score gradients of two or more key rows (an even number) of one panel. Masked: a score of -inf means "not seen" and
-// gives exactly 0 whatever else is NaN.
-template <class Core, bool Capped, bool Masked>
-void score_gradients(const float* scores, const float* dp, const float* slope, int64_t rows, float scale_log2, float scale,
-                     const float* lse_log2, const float* delta, typename Core::Element* p_rows, typename Core::Element* ds_rows,
-                     int64_t stride, typename Core::Element* ds_depth) {
-  Vec lse[2], offset[2];
-  for (int v = 0; v < 2; ++v) {
-    lse[v] = splat(0.0f) - load(lse_log2 + v * vec_lanes);
-    offset[v] = load(delta + v * vec_lanes);
-  }
-  const Vec to_log2 = splat(scale_log2), factor = splat(scale), hidden = splat(minus_infinity);
-  for (int64_t r = 0; r < rows; r += 2) {
-    Vec p[2][2], ds[2][2];
-    for (int i = 0; i < 2; ++i)
-      for (int v = 0; v < 2; ++v) {
-        const int64_t at = (r + i) * Core::lanes + v * vec_lanes;
-        const Vec s = load(scores + at);
-        p[i][v] = exp2_approx<Core::exp_degree>(fma(s, to_log2, lse[v]));
-        ds[i][v] = p[i][v] * ((load(dp + at) - offset[v]) * factor);
-        if constexpr (Capped) ds[i][v] = ds[i][v] * load(slope + at);
-        if constexpr (Masked) {
-          p[i][v] = zero_where_equal(s, hidden, p[i][v]);
-          ds[i][v] = zero_where_equal(s, hidden, ds[i][v]);
-        }
-      }
-    Core::emit_rows_pair(p_rows + r * stride, stride, p[0], p[1]);
-    Core::emit_rows_pair(ds_rows + r * stride, stride, ds[0], ds[1]);
-    if constexpr (!Core::in_place)
-      for (int v = 0; v < 2; ++v) Core::emit_depth_pair(ds_depth, r, v, ds[0][v], ds[1][v]);
-  }
-}
 
 template <class Core> struct Backward {
   using Element = typename Core::Element;
@@ -63,7 +30,7 @@ template <class Core> struct Backward {
     PanelIntervals* intervals;
     int64_t first_token, tokens, panels;
     IntervalCorners corners;
-    bool empty, bad_dout;
+    bool empty, bad_dout, checked; // checked: see fixed_exponential.h
     std::atomic<int64_t> next_key_tile;
 
     bool skipped(int64_t begin, int64_t end) const { return empty || corners.skipped(begin, end); }
@@ -174,6 +141,12 @@ template <class Core> struct Backward {
     }
     float* row(int64_t r) const { return reinterpret_cast<float*>(const_cast<char*>(rows.row(first_key + r))); }
     float* at(int64_t panel, int64_t key) const { return data + panel * panel_stride + key * row_stride; }
+    // Calls of `part` 0 to parts - 1 bring `keys` rows into L2 that are added to where they lie, while other work runs.
+    TPK_INLINE void prefetch(int64_t key, int64_t keys, int64_t part, int64_t parts) const {
+      if (copied) return;
+      for (int64_t r = key + keys * part / parts; r < key + keys * (part + 1) / parts; ++r)
+        for (int64_t d = 0; d < dim; d += 16) prefetch_l2(row(r) + d);
+    }
     void finish() const {
       if (!copied) return;
       for (int64_t panel = 0; panel < round_up(dim, L) / L; ++panel)
@@ -206,10 +179,12 @@ template <class Core> struct Backward {
     const Rows out = Rows::of(params.out, shape.dtype, head.batch, head.kv_head, n.group);
     const float sign = params.scale > 0 ? 1.0f : params.scale < 0 ? -1.0f : 0.0f;
 
+    uint16_t largest = 0;
     tile.empty = true;
     for (int64_t panel = 0; panel < tile.panels; ++panel) {
       const int64_t row = panel * L, count = rows - row < L ? rows - row : L;
-      Core::pack_lanes(tile.q_lanes + panel * n.depth * L, q, first_row + row, count, shape.head_dim, sign);
+      const uint16_t of_panel = Core::pack_lanes(tile.q_lanes + panel * n.depth * L, q, first_row + row, count, shape.head_dim, sign);
+      if (of_panel > largest) largest = of_panel;
       Core::pack_lanes(tile.dout_lanes + panel * n.value_depth * L, dout, first_row + row, count, shape.value_head_dim, 1.0f);
       const PanelIntervals& interval = tile.intervals[panel] =
           panel_intervals(params.mask, head.batch, n.group, tile.first_token, row, count, L, tile.lo + row, tile.hi + row);
@@ -220,7 +195,9 @@ template <class Core> struct Backward {
       tile.empty &= interval.empty;
     }
     Core::pack_depth(tile.q_depth, q, first_row, rows, tile.panels * L, shape.head_dim);
-    tile.bad_dout = Core::pack_depth(tile.dout_depth, dout, first_row, rows, tile.panels * L, shape.value_head_dim);
+    tile.bad_dout =
+        Core::template pack_depth<Core::probability_order>(tile.dout_depth, dout, first_row, rows, tile.panels * L, shape.value_head_dim);
+    tile.checked = largest >= element_limit(params);
     std::memset(tile.dq, 0, tile.panels * n.dim_rows * L * sizeof(float));
     for (int64_t g = 0; g < n.group; ++g) tile.dsinks[g] = 0.0;
 
@@ -234,11 +211,19 @@ template <class Core> struct Backward {
       load_row(dout_row, dout.row(first_row + r), shape.value_head_dim, shape.dtype);
       load_row(out_row, out.row(first_row + r), shape.value_head_dim, shape.dtype);
       tile.delta[r] = dot(dout_row, out_row, shape.value_head_dim);
-      if (tile.hi[r] > tile.lo[r]) tile.lse_log2[r] = lse * log2_of_e;
+      if (tile.hi[r] > tile.lo[r]) {
+        tile.lse_log2[r] = lse * log2_of_e;
+        tile.checked |= !(std::fabs(tile.lse_log2[r]) < 0x1p22f);
+      }
       if (params.dsinks != nullptr && params.sinks[query_head] != minus_infinity) // lse may be -inf too: -inf - -inf is NaN
         tile.dsinks[r % n.group] -= std::exp(double(params.sinks[query_head]) - double(lse)) * double(tile.delta[r]);
     }
     tile.next_key_tile.store(tile.corners.first.lo / backward_key_tile, std::memory_order_relaxed);
+  }
+
+  // Elements of q and k from here on ask for checked exponentials.
+  static uint16_t element_limit(const BackwardParams& params) {
+    return Core::element_limit(params.scale == 0 ? 1.0 : std::fabs(params.scale), params.softcap, params.shape.head_dim);
   }
 
   static float dot(const float* a, const float* b, int64_t count) {
@@ -266,12 +251,13 @@ template <class Core> struct Backward {
 
     const Rows k = Rows::of(params.k, shape.dtype, head.batch, head.kv_head, 1);
     const Rows v = Rows::of(params.v, shape.dtype, head.batch, head.kv_head, 1);
-    Core::pack_rows(memory.k, k, first_key, count, backward_key_tile, shape.head_dim);
+    const bool checked = Core::pack_rows(memory.k, k, first_key, count, backward_key_tile, shape.head_dim) >= element_limit(params);
     Core::pack_rows(memory.v, v, first_key, count, backward_key_tile, shape.value_head_dim);
     Core::pack_columns(memory.k_columns, k, first_key, count, backward_key_tile, shape.head_dim);
     const AccumulatorTile dk(memory.dk, params.dk, head, first_key, count, shape.head_dim, n.tiles);
     const AccumulatorTile dv(memory.dv, params.dv, head, first_key, count, shape.value_head_dim, n.tiles);
 
+    bool first = true; // the accumulators are not in L2 yet
     for (int64_t i = n.tiles - 1; i >= 0; --i) {
       QueryTile& tile = queries.tiles[i];
       if (tile.skipped(first_key, end_key)) continue;
@@ -280,17 +266,21 @@ template <class Core> struct Backward {
       const int64_t end = highest < backward_key_tile ? round_up(highest, key_chunk) : backward_key_tile;
       const int64_t stride = tile.panels * L;
       for (int64_t panel = 0; panel < tile.panels; ++panel)
-        for (int64_t key = begin; key < end; key += Core::gradient_keys)
-          gradients(params, n, tile, panel, first_key, key, key + Core::gradient_keys < end ? key + Core::gradient_keys : end, stride,
-                    memory);
-      const auto p_view = Core::rows_view(memory.p_rows, stride).rows_from(begin);
-      const auto ds_view = Core::rows_view(memory.ds_rows, stride).rows_from(begin);
-      for (int64_t panel = 0; panel < n.value_panels; ++panel)
-        Core::template multiply<Update::add>(dv.at(panel, begin), dv.row_stride, p_view, tile.dout_depth + panel * stride * L, L,
-                                             end - begin, stride, shape.value_head_dim - panel * L);
-      for (int64_t panel = 0; panel < n.dim_panels; ++panel)
-        Core::template multiply<Update::add>(dk.at(panel, begin), dk.row_stride, ds_view, tile.q_depth + panel * stride * L, L, end - begin,
-                                             stride, shape.head_dim - panel * L);
+        for (int64_t key = begin, next; key < end; key = next) {
+          next = key + Core::gradient_keys < end ? key + Core::gradient_keys : end;
+          if (first) dk.prefetch(key, next - key, panel, tile.panels), dv.prefetch(key, next - key, panel, tile.panels);
+          gradients(params, n, tile, panel, first_key, key, next, stride, checked || tile.checked, memory);
+        }
+      first = false;
+      // Rows outside: both panels of a block read the same rows of P or dS, the second time from L1.
+      const auto add_rows = [&](const AccumulatorTile& to, const auto& view, const Element* depth, int64_t panels) {
+        for (int64_t key = begin; key < end; key += key_chunk)
+          for (int64_t panel = 0; panel < panels; ++panel)
+            Core::template multiply<Update::add>(to.at(panel, key), to.row_stride, view.rows_from(key), depth + panel * stride * L, L,
+                                                 key_chunk, stride, to.dim - panel * L);
+      };
+      add_rows(dv, Core::rows_view(memory.p_rows, stride), tile.dout_depth, n.value_panels);
+      add_rows(dk, Core::rows_view(memory.ds_rows, stride), tile.q_depth, n.dim_panels);
       if (tile.bad_dout) add_bad_dout(params, head, tile, first_key, begin, end, n.group, dv);
 
       const auto k_columns = Core::columns_view(memory.k_columns, backward_key_tile).depth_from(begin);
@@ -309,7 +299,7 @@ template <class Core> struct Backward {
 
   // P and dS of keys [begin, end) of the tile (at most Core::gradient_keys) for one panel: scores first, all at once, then elementwise.
   static void gradients(const BackwardParams& params, const Sizes& n, const QueryTile& tile, int64_t panel, int64_t first_key,
-                        int64_t begin, int64_t end, int64_t width, const ThreadMemory& memory) {
+                        int64_t begin, int64_t end, int64_t width, bool checked, const ThreadMemory& memory) {
     const PanelIntervals& interval = tile.intervals[panel];
     const float scale = params.scale == 0 ? 1.0f : std::fabs(params.scale);
     const bool capped = params.softcap > 0;
@@ -327,12 +317,18 @@ template <class Core> struct Backward {
       float *scores = memory.scores + (chunk - begin) * L, *dp = memory.dp + (chunk - begin) * L;
       if (capped) cap_scores(scores, memory.slope, key_chunk * L, scale, params.softcap);
       if (masked) mask_scores<L>(scores, key_chunk, int32_t(first_key + chunk), interval.lo, interval.hi);
-      const auto elementwise = capped   ? (masked ? score_gradients<Core, true, true> : score_gradients<Core, true, false>)
-                               : masked ? score_gradients<Core, false, true>
-                                        : score_gradients<Core, false, false>;
-      elementwise(scores, dp, memory.slope, key_chunk, scale_log2, params.scale, tile.lse_log2 + panel * L, tile.delta + panel * L,
-                  Core::rows_block(memory.p_rows, width, chunk, panel * L), Core::rows_block(memory.ds_rows, width, chunk, panel * L),
-                  Core::rows_block_stride(width), memory.ds_depth + (panel * backward_key_tile + chunk) * L);
+      const ScoreGradients<Element> chunk_of{scores,
+                                             dp,
+                                             memory.slope,
+                                             tile.lse_log2 + panel * L,
+                                             tile.delta + panel * L,
+                                             scale_log2,
+                                             params.scale,
+                                             Core::rows_block(memory.p_rows, width, chunk, panel * L),
+                                             Core::rows_block(memory.ds_rows, width, chunk, panel * L),
+                                             Core::rows_block_stride(width),
+                                             memory.ds_depth + (panel * backward_key_tile + chunk) * L};
+      score_gradients<Core>(chunk_of, {capped, masked, checked});
     }
   }
 
@@ -373,8 +369,8 @@ template <class Core> struct Backward {
     for (int l = 0; l < L; ++l) one[l] = 1.0f;
     const int64_t rows = tile.tokens * n.group;
     for (int64_t panel = 0; panel < tile.panels; ++panel)
-      unpack_lanes<L>(dq, tile.first_token * n.group + panel * L, rows - panel * L < L ? rows - panel * L : L,
-                      tile.dq + panel * n.dim_rows * L, shape.head_dim, one);
+      unpack_lanes<L, Core::gradient_order>(dq, tile.first_token * n.group + panel * L, rows - panel * L < L ? rows - panel * L : L,
+                                            tile.dq + panel * n.dim_rows * L, shape.head_dim, one);
   }
 
   static void sinks(const BackwardParams& params, HeadIndex head, std::byte* block, double* sums) {

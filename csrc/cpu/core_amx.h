@@ -6,6 +6,7 @@
 
 #include "amx.h"
 #include "core_f32.h"
+#include "fixed_exponential.h"
 #include "pack_bf16.h"
 
 namespace tpk::cpu::TPK_NAMESPACE {
@@ -18,6 +19,9 @@ struct CoreAmx : PackBf16 {
   static constexpr int depth_unit = 32;
   static constexpr int exp_degree = 3;
   static constexpr bool lagging = true;
+  static constexpr bool fixed_exponential = true;
+  static uint16_t element_limit(double scale, double softcap, int64_t depth) { return fixed_element_limit(scale, softcap, depth); }
+  static constexpr int64_t softmax_keys = 64;  // keys of one panel between scores and softmax (forward): both stay in L1
   static constexpr int64_t gradient_keys = 32; // keys of one panel between scores and elementwise work (backward)
   static constexpr bool in_place = false;
   static constexpr int64_t block = 32 * 32;
@@ -43,12 +47,14 @@ struct CoreAmx : PackBf16 {
 
   using Session = TileSession;
 
-  // Tile units that rested for half a microsecond need a third of one to come back, and while they are awake vector code runs a third
-  // slower: so tiles and vectors work in long turns, and one idle product near the end of a vector turn calls the tiles back in time.
-  static TPK_INLINE void wake() { tile_multiply<0, 4, 6>(); }
+  // What packus leaves of two vectors of rows, and unpack of two rows of 32.
+  static constexpr int64_t probability_order(int64_t place) {
+    return place % 32 / 8 * 4 + place % 4 + (place % 8 < 4 ? 0 : 16) + place / 32 * 32;
+  }
+  static constexpr int64_t gradient_order(int64_t lane) { return lane % 16 / 4 * 8 + lane % 4 + lane / 16 * 4; }
 
-  static void pack_rows(uint16_t* to, const Rows& from, int64_t first, int64_t count, int64_t padded, int64_t dim) {
-    PackBf16::pack_rows<Layout>(to, from, first, count, padded, dim);
+  static uint16_t pack_rows(uint16_t* to, const Rows& from, int64_t first, int64_t count, int64_t padded, int64_t dim) {
+    return PackBf16::pack_rows<Layout>(to, from, first, count, padded, dim);
   }
   static bool pack_columns(uint16_t* to, const Rows& from, int64_t first, int64_t count, int64_t padded, int64_t dim) {
     return PackBf16::pack_columns<Layout>(to, from, first, count, padded, dim);

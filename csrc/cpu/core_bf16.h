@@ -14,8 +14,10 @@ struct CoreBf16 : PackBf16 {
   static constexpr int row_unit = 16;
   static constexpr int depth_unit = 32;
   static constexpr int exp_degree = 3;
-  static void wake() {}
   static constexpr bool lagging = true;
+  static constexpr bool fixed_exponential = false;
+  static uint16_t element_limit(double, double, int64_t) { return 0xffff; } // none: the exponential takes every score
+  static constexpr int64_t softmax_keys = 256;                              // keys of one panel between scores and softmax (forward)
   static constexpr int64_t gradient_keys = 32; // keys of one panel between scores and elementwise work (backward)
   static constexpr bool in_place = false;
 
@@ -39,8 +41,10 @@ struct CoreBf16 : PackBf16 {
 
   struct Session {};
 
-  static void pack_rows(uint16_t* to, const Rows& from, int64_t first, int64_t count, int64_t padded, int64_t dim) {
-    PackBf16::pack_rows<Layout>(to, from, first, count, padded, dim);
+  static constexpr Order probability_order = in_order, gradient_order = in_order;
+
+  static uint16_t pack_rows(uint16_t* to, const Rows& from, int64_t first, int64_t count, int64_t padded, int64_t dim) {
+    return PackBf16::pack_rows<Layout>(to, from, first, count, padded, dim);
   }
   static bool pack_columns(uint16_t* to, const Rows& from, int64_t first, int64_t count, int64_t padded, int64_t dim) {
     return PackBf16::pack_columns<Layout>(to, from, first, count, padded, dim);

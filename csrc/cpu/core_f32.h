@@ -19,8 +19,10 @@ struct CoreF32 {
   static constexpr int row_unit = 8;   // rows of A come in blocks of 8
   static constexpr int depth_unit = 1; // depth needs no padding
   static constexpr int exp_degree = 6;
-  static void wake() {}
   static constexpr bool lagging = false;
+  static constexpr bool fixed_exponential = false;
+  static uint16_t element_limit(double, double, int64_t) { return 0xffff; } // none: the exponential takes every score
+  static constexpr int64_t softmax_keys = 256;                              // keys of one panel between scores and softmax (forward)
   static constexpr int64_t gradient_keys = 32; // keys of one panel between scores and elementwise work (backward)
   static constexpr bool in_place = true;       // probabilities overwrite the scores; dS serves as A and as B
 
@@ -107,10 +109,11 @@ struct CoreF32 {
 
   // ---- packing; `count` rows exist, rows up to `padded` become 0 ------------------------------------------------------------------
 
-  // A, rows form: to[padded][round_up(dim, depth_unit)].
-  static void pack_rows(float* to, const Rows& from, int64_t first, int64_t count, int64_t padded, int64_t dim) {
+  // A, rows form: to[padded][round_up(dim, depth_unit)]. Returns the largest magnitude where exponentials ask for it; here they do not.
+  static uint16_t pack_rows(float* to, const Rows& from, int64_t first, int64_t count, int64_t padded, int64_t dim) {
     for (int64_t r = 0; r < count; ++r) load_row(to + r * dim, from.row(first + r), dim, from.dtype);
     std::memset(to + count * dim, 0, (padded - count) * dim * sizeof(float));
+    return 0;
   }
   // A, columns form: the transpose of the rows, to[round_up(dim, 8) / 8][padded][8]. Non-finite elements become 0; true if any.
   static bool pack_columns(float* to, const Rows& from, int64_t first, int64_t count, int64_t padded, int64_t dim) {
@@ -128,8 +131,8 @@ struct CoreF32 {
     }
     return bad;
   }
-  // B with rows as lanes, one panel: to[dim][lanes], times sign (-1, 0 or 1).
-  static void pack_lanes(float* to, const Rows& from, int64_t first, int64_t count, int64_t dim, float sign) {
+  // B with rows as lanes, one panel: to[dim][lanes], times sign (-1, 0 or 1). Returns what pack_rows does.
+  static uint16_t pack_lanes(float* to, const Rows& from, int64_t first, int64_t count, int64_t dim, float sign) {
     float row[256];
     for (int64_t r = 0; r < lanes; ++r) {
       if (r < count)
@@ -138,8 +141,10 @@ struct CoreF32 {
         std::memset(row, 0, sizeof row);
       for (int64_t d = 0; d < dim; ++d) to[d * lanes + r] = sign == 0.0f ? 0.0f : sign * row[d];
     }
+    return 0;
   }
   // B with rows as depth: to[round_up(dim, lanes) / lanes][padded][lanes]. Non-finite elements become 0; true if any.
+  template <Order = in_order>
   static bool pack_depth(float* to, const Rows& from, int64_t first, int64_t count, int64_t padded, int64_t dim) {
     float row[round_up(256, lanes)] = {};
     bool bad = false;
@@ -155,6 +160,9 @@ struct CoreF32 {
     }
     return bad;
   }
+
+  // Where score_gradients puts things: the query row at a place of P's depth, and in a lane of dS as B.
+  static constexpr Order probability_order = in_order, gradient_order = in_order;
 
   // ---- what the softmax writes ------------------------------------------------------------------------------------------------------
 

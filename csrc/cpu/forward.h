@@ -22,6 +22,7 @@ template <class Core> struct Forward {
     float *o, *reference, *sum, *scores, *alpha;
     int32_t *lo, *hi;
     PanelIntervals* intervals;
+    uint16_t* largest_q; // per panel
     int64_t bytes;
 
     Memory(const ForwardParams& params, int64_t tokens, std::byte* block) {
@@ -34,7 +35,7 @@ template <class Core> struct Forward {
       q = arena.take<Element>(panels * depth * L);
       k = arena.take<Element>(forward_key_tile * depth);
       v = arena.take<Element>(forward_key_tile * value_rows);
-      scores = arena.take<float>(forward_key_tile * L);
+      scores = arena.take<float>(Core::softmax_keys * L); // in place: of the whole tile
       p = Core::in_place ? reinterpret_cast<Element*>(scores) : arena.take<Element>(forward_key_tile * L);
       o = arena.take<float>(panels * value_rows * L);
       reference = arena.take<float>(panels * L);
@@ -43,6 +44,7 @@ template <class Core> struct Forward {
       lo = arena.take<int32_t>(panels * L);
       hi = arena.take<int32_t>(panels * L);
       intervals = arena.take<PanelIntervals>(panels);
+      largest_q = arena.take<uint16_t>(panels);
       bytes = arena.bytes;
     }
   };
@@ -65,7 +67,8 @@ template <class Core> struct Forward {
     int64_t first_key = shape.keys, end_key = 0;
     for (int64_t panel = 0; panel < memory.panels; ++panel) {
       const int64_t row = panel * L, count = memory.rows - row < L ? memory.rows - row : L;
-      Core::pack_lanes(memory.q + panel * memory.depth * L, q, first_token * group + row, count, shape.head_dim, sign);
+      memory.largest_q[panel] =
+          Core::pack_lanes(memory.q + panel * memory.depth * L, q, first_token * group + row, count, shape.head_dim, sign);
       const PanelIntervals& interval = memory.intervals[panel] =
           panel_intervals(params.mask, head.batch, group, first_token, row, count, L, memory.lo + row, memory.hi + row);
       if (interval.empty) {
@@ -78,7 +81,8 @@ template <class Core> struct Forward {
     std::memset(memory.sum, 0, memory.panels * L * sizeof(float));
     for (int64_t i = 0; i < memory.panels * L; ++i) memory.reference[i] = minus_infinity;
 
-    walk({params, head, k, v, scale, scale_log2, first_key, end_key}, memory);
+    const uint16_t limit = Core::element_limit(scale, params.softcap, shape.head_dim);
+    walk({params, head, k, v, scale, scale_log2, first_key, end_key, limit}, memory);
     for (int64_t panel = 0; panel < memory.panels; ++panel) finish(params, head, first_token, panel, memory);
   }
 
@@ -88,6 +92,7 @@ template <class Core> struct Forward {
     Rows k, v;
     float scale, scale_log2;
     int64_t first_key, end_key;
+    uint16_t limit; // elements of q and k from here on ask for checked exponentials (fixed_exponential.h)
   };
 
   // Chunks of a key tile that some row of a panel sees, counted from the tile.
@@ -102,12 +107,12 @@ template <class Core> struct Forward {
     }
   };
 
-  // Softcap and mask of the scores [begin, end) of a panel; scores points at the tile's first key.
+  // Softcap and mask of a panel's scores of a range of keys.
   static void prepare_scores(const Walk& w, const PanelIntervals& interval, int64_t tile, KeyRange range, float* scores) {
-    if (w.params.softcap > 0) cap_scores(scores + range.begin * L, nullptr, (range.end - range.begin) * L, w.scale, w.params.softcap);
+    if (w.params.softcap > 0) cap_scores(scores, nullptr, (range.end - range.begin) * L, w.scale, w.params.softcap);
     for (int64_t chunk = range.begin; chunk < range.end; chunk += key_chunk)
       if (!interval.full(tile + chunk, tile + chunk + key_chunk))
-        mask_scores<L>(scores + chunk * L, key_chunk, int32_t(tile + chunk), interval.lo, interval.hi);
+        mask_scores<L>(scores + (chunk - range.begin) * L, key_chunk, int32_t(tile + chunk), interval.lo, interval.hi);
   }
 
   static int64_t keys_in_tile(const Walk& w, int64_t tile) {
@@ -115,37 +120,76 @@ template <class Core> struct Forward {
     return left < forward_key_tile ? left : forward_key_tile;
   }
 
+  // A key tile as it is packed for all panels of the task.
+  struct KeyTile {
+    int64_t first_key, count;
+    typename Core::View k, v;
+    uint16_t largest_k;
+    bool bad_v;
+  };
+
   static void walk(const Walk& w, const Memory& memory) {
     const AttentionShape& shape = w.params.shape;
-    const auto k_view = Core::rows_view(memory.k, memory.depth);
-    const auto v_view = Core::columns_view(memory.v, forward_key_tile);
-    for (int64_t tile = w.first_key / forward_key_tile * forward_key_tile; tile < w.end_key; tile += forward_key_tile) {
-      const int64_t count = keys_in_tile(w, tile);
-      Core::pack_rows(memory.k, w.k, tile, count, forward_key_tile, shape.head_dim);
-      const bool bad = Core::pack_columns(memory.v, w.v, tile, count, forward_key_tile, shape.value_head_dim);
-      for (int64_t panel = 0; panel < memory.panels; ++panel) {
-        const PanelIntervals& interval = memory.intervals[panel];
-        const KeyRange range = KeyRange::of(interval, tile);
-        const int64_t keys = range.end - range.begin;
-        if (keys == 0) continue;
-        float* scores = memory.scores + range.begin * L;
-        Core::template multiply<Update::store>(scores, L, k_view.rows_from(range.begin), memory.q + panel * memory.depth * L, L, keys,
-                                               memory.depth);
-        prepare_scores(w, interval, tile, range, memory.scores);
-        Element* p = memory.p + range.begin * L;
-        const bool rescale =
-            online_softmax<Core>(scores, p, keys, w.scale_log2, {memory.reference + panel * L, memory.sum + panel * L, memory.alpha});
-        float* o = memory.o + panel * memory.value_rows * L;
-        const auto columns = v_view.depth_from(range.begin);
-        if (tile <= interval.corners.first.lo) // the panel's first tile: nothing was accumulated before
-          Core::template multiply<Update::store>(o, L, columns, p, L, memory.value_rows, keys);
-        else if (rescale)
-          Core::template multiply<Update::scale_add>(o, L, columns, p, L, memory.value_rows, keys, L, memory.alpha);
-        else
-          Core::template multiply<Update::add>(o, L, columns, p, L, memory.value_rows, keys);
-        if (bad) add_bad_values(o, w.v, interval, tile, count, shape.value_head_dim);
-      }
+    for (int64_t first = w.first_key / forward_key_tile * forward_key_tile; first < w.end_key; first += forward_key_tile) {
+      KeyTile tile{
+          first, keys_in_tile(w, first), Core::rows_view(memory.k, memory.depth), Core::columns_view(memory.v, forward_key_tile), 0, false};
+      tile.largest_k = Core::pack_rows(memory.k, w.k, first, tile.count, forward_key_tile, shape.head_dim);
+      tile.bad_v = Core::pack_columns(memory.v, w.v, first, tile.count, forward_key_tile, shape.value_head_dim);
+      for (int64_t panel = 0; panel < memory.panels; ++panel) attend(w, memory, tile, panel);
     }
+  }
+
+  // One panel over one key tile: scores and softmax in turns of Core::softmax_keys, which stay in L1, then the product with V at once.
+  static void attend(const Walk& w, const Memory& memory, const KeyTile& tile, int64_t panel) {
+    static_assert(!Core::in_place || Core::softmax_keys == forward_key_tile);
+    const PanelIntervals& interval = memory.intervals[panel];
+    const KeyRange range = KeyRange::of(interval, tile.first_key);
+    if (range.end == range.begin) return;
+    const RowStatistics state{memory.reference + panel * L, memory.sum + panel * L, memory.alpha};
+    const bool checked = tile.largest_k >= w.limit || memory.largest_q[panel] >= w.limit;
+    float* o = memory.o + panel * memory.value_rows * L;
+    // The panel's first tile: nothing was accumulated before.
+    Update update = tile.first_key <= interval.corners.first.lo ? Update::store : Update::add;
+    int64_t added = range.begin; // keys before it are in o
+    const auto add = [&](int64_t end) {
+      add_values(update, o, tile.v.depth_from(added), memory.p + added * L, memory.value_rows, end - added, memory.alpha);
+      update = Update::add;
+      added = end;
+    };
+    // Turns end at absolute keys: where the reference moves must not depend on the rows beside.
+    for (int64_t key = range.begin, end; key < range.end; key = end) {
+      end = key / Core::softmax_keys * Core::softmax_keys + Core::softmax_keys;
+      if (end > range.end) end = range.end;
+      float* scores = memory.scores + (Core::in_place ? key * L : 0);
+      Core::template multiply<Update::store>(scores, L, tile.k.rows_from(key), memory.q + panel * memory.depth * L, L, end - key,
+                                             memory.depth);
+      prepare_scores(w, interval, tile.first_key, {key, end}, scores);
+      if (!softmax(checked, scores, memory.p + key * L, end - key, w.scale_log2, state)) continue;
+      // The reference moved: what was added before it must be, and then fades.
+      if (key > added) add(key);
+      if (update == Update::store) continue;
+      update = Update::scale_add;
+      if constexpr (Core::softmax_keys < forward_key_tile)
+        if (end < range.end) Core::rescale(o, memory.value_rows, memory.alpha), update = Update::add; // the next turn has its own alpha
+    }
+    add(range.end);
+    if (tile.bad_v) add_bad_values(o, w.v, interval, tile.first_key, tile.count, w.params.shape.value_head_dim);
+  }
+
+  static bool softmax(bool checked, const float* scores, Element* p, int64_t keys, float scale_log2, const RowStatistics& state) {
+    if constexpr (Core::fixed_exponential)
+      if (checked) return online_softmax<Core, true>(scores, p, keys, scale_log2, state);
+    return online_softmax<Core, false>(scores, p, keys, scale_log2, state);
+  }
+
+  static void add_values(Update update, float* o, const typename Core::View& columns, const Element* p, int64_t rows, int64_t keys,
+                         const float* alpha) {
+    if (update == Update::store)
+      Core::template multiply<Update::store>(o, L, columns, p, L, rows, keys);
+    else if (update == Update::scale_add)
+      Core::template multiply<Update::scale_add>(o, L, columns, p, L, rows, keys, L, alpha);
+    else
+      Core::template multiply<Update::add>(o, L, columns, p, L, rows, keys);
   }
 
   // Rows that see a key with a non-finite value get that value, whatever its probability.

@@ -41,19 +41,22 @@ inline PanelIntervals panel_intervals(const MaskIntervals& mask, int64_t batch, 
   return panel;
 }
 
-// Rows of `to` from a panel [dim][lanes], each lane times its factor.
-template <int Lanes> void unpack_lanes(const Rows& to, int64_t first, int64_t count, const float* panel, int64_t dim, const float* factor) {
+// Rows of `to` from a panel [dim][lanes], each lane times its row's factor.
+template <int Lanes, Order order = in_order>
+void unpack_lanes(const Rows& to, int64_t first, int64_t count, const float* panel, int64_t dim, const float* factor) {
 #if TPK_LEVEL >= TPK_LEVEL_AVX512
   alignas(64) float rows[16][256];
-  for (int64_t lane = 0; lane < count; lane += 16) {
+  for (int64_t lane = 0; lane < Lanes; lane += 16) {
+    if (order == in_order && lane >= count) break;
     for (int64_t d = 0; d < dim; d += 16) {
       __m512i block[16];
       for (int i = 0; i < 16; ++i)
         block[i] = d + i < dim ? _mm512_castps_si512(load(panel + (d + i) * Lanes + lane)) : _mm512_setzero_si512();
       transpose_16x16(block);
-      for (int i = 0; i < 16; ++i) store(rows[i] + d, _mm512_castsi512_ps(block[i]) * splat(factor[lane + i]));
+      for (int i = 0; i < 16; ++i) store(rows[i] + d, _mm512_castsi512_ps(block[i]) * splat(factor[order(lane + i)]));
     }
-    for (int64_t i = 0; i < 16 && lane + i < count; ++i) store_row(const_cast<char*>(to.row(first + lane + i)), rows[i], dim, to.dtype);
+    for (int64_t i = 0; i < 16; ++i)
+      if (const int64_t row = order(lane + i); row < count) store_row(const_cast<char*>(to.row(first + row)), rows[i], dim, to.dtype);
   }
 #else
   float row[256];

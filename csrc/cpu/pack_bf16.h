@@ -11,7 +11,7 @@ namespace tpk::cpu::TPK_NAMESPACE {
 namespace {
 
 struct PackBf16 {
-  // `count` rows exist, rows up to `padded` become 0.
+  // `count` rows exist, rows up to `padded` become 0. pack_rows and pack_lanes return the largest magnitude, as bits of bfloat16.
 
   // 32 elements from `from` of which `left` exist.
   static TPK_INLINE __m512i load_elements(const void* from, int64_t left) {
@@ -26,22 +26,40 @@ struct PackBf16 {
     return _mm512_maskz_mov_epi16(~is_bad, x);
   }
 
-  template <class Layout> static void pack_rows(uint16_t* to, const Rows& from, int64_t first, int64_t count, int64_t padded, int64_t dim) {
+  static TPK_INLINE __m512i larger(__m512i largest, __m512i x) { return _mm512_max_epu16(largest, _mm512_add_epi16(x, x)); } // no sign
+  static TPK_INLINE uint16_t largest_of(__m512i doubled) {
+    uint16_t each[32], largest = 0;
+    _mm512_storeu_si512(each, doubled);
+    for (const uint16_t x : each) largest = x > largest ? x : largest;
+    return uint16_t(largest >> 1);
+  }
+
+  template <class Layout>
+  static uint16_t pack_rows(uint16_t* to, const Rows& from, int64_t first, int64_t count, int64_t padded, int64_t dim) {
     const int64_t width = round_up(dim, 32);
+    __m512i largest = _mm512_setzero_si512();
     if (dim == width && count == padded && padded % 32 == 0) {
       for (int64_t r = 0; r < padded; r += 32)
         for (int64_t d = 0; d < width; d += 32) {
           uint16_t* block = Layout::at(to, width, r, d);
           const int64_t stride = Layout::at(block, width, 1, 0) - block;
-          for (int64_t i = 0; i < 32; ++i) _mm512_storeu_si512(block + i * stride, _mm512_loadu_si512(from.row(first + r + i) + d * 2));
+          for (int64_t i = 0; i < 32; ++i) {
+            const __m512i x = _mm512_loadu_si512(from.row(first + r + i) + d * 2);
+            largest = larger(largest, x);
+            _mm512_storeu_si512(block + i * stride, x);
+          }
         }
-      return;
+      return largest_of(largest);
     }
     for (int64_t r = 0; r < padded; ++r) {
       const uint16_t* row = r < count ? reinterpret_cast<const uint16_t*>(from.row(first + r)) : nullptr;
-      for (int64_t d = 0; d < width; d += 32)
-        _mm512_storeu_si512(Layout::at(to, width, r, d), row == nullptr ? _mm512_setzero_si512() : load_elements(row + d, dim - d));
+      for (int64_t d = 0; d < width; d += 32) {
+        const __m512i x = row == nullptr ? _mm512_setzero_si512() : load_elements(row + d, dim - d);
+        largest = larger(largest, x);
+        _mm512_storeu_si512(Layout::at(to, width, r, d), x);
+      }
     }
+    return largest_of(largest);
   }
 
   // Rows (r, r + 1) of 32 elements -> two vectors of 16 dwords, each a pair (row r, row r + 1) of one element.
@@ -108,7 +126,8 @@ struct PackBf16 {
   }
 
   // B with rows as lanes, one panel: to[round_up(dim, 32) / 2][32][2], times sign.
-  static void pack_lanes(uint16_t* to, const Rows& from, int64_t first, int64_t count, int64_t dim, float sign) {
+  static uint16_t pack_lanes(uint16_t* to, const Rows& from, int64_t first, int64_t count, int64_t dim, float sign) {
+    __m512i largest = _mm512_setzero_si512();
     const __m512i flip = _mm512_set1_epi16(sign < 0 ? short(0x8000) : short(0)), keep = _mm512_set1_epi16(sign == 0.0f ? 0 : -1);
     for (int64_t d = 0; d < dim; d += 32)
       for (int half = 0; half < 2; ++half) {
@@ -118,21 +137,26 @@ struct PackBf16 {
           block[i] =
               row < count ? load_elements(reinterpret_cast<const uint16_t*>(from.row(first + row)) + d, dim - d) : _mm512_setzero_si512();
           block[i] = _mm512_and_si512(_mm512_xor_si512(block[i], flip), keep);
+          largest = larger(largest, block[i]);
         }
         transpose_16x16(block);
         for (int i = 0; i < 16; ++i) _mm512_storeu_si512(to + (d / 2 + i) * 64 + half * 32, block[i]);
       }
+    return largest_of(largest);
   }
 
   // B with rows as depth: to[round_up(dim, 32) / 32][padded / 2][32][2].
+  template <Order order = in_order>
   static bool pack_depth(uint16_t* to, const Rows& from, int64_t first, int64_t count, int64_t padded, int64_t dim) {
     __mmask32 bad = 0;
     for (int64_t d = 0; d < dim; d += 32)
       for (int64_t r = 0; r < padded; r += 2) {
         __m512i pair[2], low, high;
-        for (int j = 0; j < 2; ++j)
-          pair[j] = r + j < count ? clean(load_elements(reinterpret_cast<const uint16_t*>(from.row(first + r + j)) + d, dim - d), bad)
-                                  : _mm512_setzero_si512();
+        for (int j = 0; j < 2; ++j) {
+          const int64_t row = order(r + j);
+          pair[j] = row < count ? clean(load_elements(reinterpret_cast<const uint16_t*>(from.row(first + row)) + d, dim - d), bad)
+                                : _mm512_setzero_si512();
+        }
         interleave(pair[0], pair[1], low, high);
         uint16_t* at = to + (d * padded + r * 32);
         _mm512_storeu_si512(at, low);

@@ -27,6 +27,10 @@ struct Rows {
   }
 };
 
+// Which of a panel's rows is at a place.
+using Order = int64_t (*)(int64_t place);
+constexpr int64_t in_order(int64_t place) { return place; }
+
 TPK_INLINE float float_of_bits(uint32_t bits) {
   float x;
   std::memcpy(&x, &bits, 4);

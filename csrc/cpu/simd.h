@@ -76,5 +76,11 @@ TPK_INLINE void pin(Vec& v) {
 #endif
 }
 
+TPK_INLINE void prefetch_l2([[maybe_unused]] const void* p) {
+#if TPK_LEVEL >= TPK_LEVEL_AVX2
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
+#endif
+}
+
 } // namespace
 } // namespace tpk::cpu::TPK_NAMESPACE

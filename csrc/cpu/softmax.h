@@ -46,11 +46,12 @@ template <class Core> TPK_INLINE Vec highest_score(const float* s, int64_t rows,
 }
 
 // Writes 2^(score - reference) of vector v of the panel and returns its sum over the keys: NaN where a score is NaN or too high.
-template <class Core>
+// Checked: see fixed_exponential.h; other cores need no second form.
+template <class Core, bool Checked>
 TPK_INLINE Vec exponentials(const float* s, typename Core::Element* probabilities, int64_t rows, float scale_log2, Vec reference, int v) {
   Vec s0 = splat(0.0f), s1 = s0;
 #if TPK_LEVEL >= TPK_LEVEL_AMX_BF16
-  FixedExponential exponential(scale_log2, reference);
+  FixedExponential<Checked> exponential(scale_log2, reference);
   for (int64_t r = 0; r < rows; r += 4, s += 4 * Core::lanes) {
     Core::store_depth_pair(probabilities, r, v, exponential.pair(load(s), load(s + Core::lanes), s0));
     Core::store_depth_pair(probabilities, r + 2, v, exponential.pair(load(s + 2 * Core::lanes), load(s + 3 * Core::lanes), s1));
@@ -82,17 +83,17 @@ struct RowStatistics {
   float* alpha;     // out: factor for what was accumulated before
 };
 
-// A tile whose probabilities sum to more than this moves the reference; until then bf16 and fp32 lose nothing, being floating-point.
+// A turn whose probabilities sum to more than this moves the reference; until then bf16 and fp32 lose nothing, being floating-point.
 inline constexpr float highest_lagging_sum = 1048576.0f;
 
 // Probabilities against a new reference; what was accumulated before is worth alpha.
-template <class Core>
+template <class Core, bool Checked>
 TPK_INLINE bool restart(const float* s, typename Core::Element* probabilities, int64_t rows, float scale_log2, Vec before, Vec now, Vec sum,
                         const RowStatistics& state, int v) {
   // A row that has seen no key yet: reference 0 keeps -inf - (-inf) away.
   const Vec reference = zero_where_equal(now, splat(minus_infinity), now);
   const Vec alpha = exp2_approx<Core::exp_degree>(before - reference);
-  const Vec tile_sum = exponentials<Core>(s, probabilities, rows, scale_log2, reference, v);
+  const Vec tile_sum = exponentials<Core, Checked>(s, probabilities, rows, scale_log2, reference, v);
   store(state.reference + v * vec_lanes, now);
   store(state.alpha + v * vec_lanes, alpha);
   store(state.sum + v * vec_lanes, fma(sum, alpha, tile_sum));
@@ -101,26 +102,26 @@ TPK_INLINE bool restart(const float* s, typename Core::Element* probabilities, i
 
 // One step of the online softmax over `rows` keys (a multiple of 4): raw scores -> probabilities, sum and reference brought up to date.
 // Every decision is a lane's own, so a row does not depend on the rows beside it. Returns whether any alpha is not 1.
-// Core::lagging: the reference of the last tile is tried first, without a look at the maximum; scores must survive for the second try.
-template <class Core>
+// Core::lagging: the reference of the last turn is tried first, without a look at the maximum; scores must survive for the second try.
+template <class Core, bool Checked>
 bool online_softmax(const float* scores, typename Core::Element* probabilities, int64_t rows, float scale_log2,
                     const RowStatistics& state) {
   bool rescale = false;
   for (int v = 0; v < 2; ++v) {
     const float* s = scores + v * vec_lanes;
     const Vec before = load(state.reference + v * vec_lanes), sum = load(state.sum + v * vec_lanes);
-    if (v == 1) Core::wake();
     if (Core::lagging && !all_equal(before, splat(minus_infinity))) {
-      const Vec tile_sum = exponentials<Core>(s, probabilities, rows, scale_log2, before, v);
+      const Vec tile_sum = exponentials<Core, Checked>(s, probabilities, rows, scale_log2, before, v);
       if (none_above(tile_sum, splat(highest_lagging_sum))) { // false for NaN, and for a lane without a reference (inf or NaN)
         store(state.sum + v * vec_lanes, sum + tile_sum);
         store(state.alpha + v * vec_lanes, splat(1.0f));
         continue;
       }
       const Vec now = select_above(tile_sum, splat(highest_lagging_sum), highest_score<Core>(s, rows, scale_log2, before), before);
-      rescale |= restart<Core>(s, probabilities, rows, scale_log2, before, now, sum, state, v);
+      rescale |= restart<Core, Checked>(s, probabilities, rows, scale_log2, before, now, sum, state, v);
     } else {
-      rescale |= restart<Core>(s, probabilities, rows, scale_log2, before, highest_score<Core>(s, rows, scale_log2, before), sum, state, v);
+      const Vec now = highest_score<Core>(s, rows, scale_log2, before);
+      rescale |= restart<Core, Checked>(s, probabilities, rows, scale_log2, before, now, sum, state, v);
     }
   }
   return rescale;
