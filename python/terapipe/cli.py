@@ -119,7 +119,7 @@ def train(arguments: list[str]) -> int:
     if command.print_config:
         print(to_toml(command.config.resolve()), end="")
         return 0
-    from terapipe.train import trainer  # imports torch only for work
+    from terapipe.train import start, trainer  # imports torch only for work
 
     here = launched_world()
     world = here or World(size=command.local_ranks or 1, local_size=command.local_ranks or 1)
@@ -127,7 +127,7 @@ def train(arguments: list[str]) -> int:
         raise ValueError(
             f"--local-ranks {command.local_ranks} inside a launch of {here.size} processes; leave one of them out."
         )
-    trainer.check_start(command.config, world=world, resume=command.resume)
+    start.check_start(command.config, world=world, resume=command.resume)
     if command.local_ranks and here is None:
         from terapipe.engine import launch
 

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from terapipe.train import config as configs
+from terapipe.train import presets
 from terapipe.train.config import TrainConfig
 from terapipe.world import World, launched_world
 
@@ -27,7 +27,7 @@ MARKER = ".quickstart"  # in the run folder: its checkpoints are a quickstart's,
 
 def run(arguments: Sequence[str]) -> int:
     """The verb: the launcher starts the workers, a worker works. Returns the exit status."""
-    default = configs.quickstart()
+    default = presets.quickstart()
     parser = argparse.ArgumentParser(
         prog="terapipe quickstart", description="Train a small model over two stages.", allow_abbrev=False
     )
@@ -48,7 +48,7 @@ def run(arguments: Sequence[str]) -> int:
     if launched_world() is not None:
         return _work(config, options.rounds)
     from terapipe.engine import launch
-    from terapipe.train.trainer import check_start
+    from terapipe.train.start import check_start
 
     _clear_earlier(config)
     check_start(config, world=World(size=RANKS, local_size=RANKS), resume=False)

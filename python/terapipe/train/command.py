@@ -13,8 +13,7 @@ from typing import Annotated
 
 import tyro
 
-from terapipe.train import config as configs
-from terapipe.train import config_file
+from terapipe.train import config_file, presets
 from terapipe.train.config import TrainConfig
 
 
@@ -22,7 +21,7 @@ from terapipe.train.config import TrainConfig
 class TrainCommand:
     """Train a decoder with token-level pipeline parallelism. Later wins: preset, config file, command line."""
 
-    preset: Annotated[str, tyro.conf.arg(help=f"Where to start from: {', '.join(configs.PRESETS)}.")] = "debug"
+    preset: Annotated[str, tyro.conf.arg(help=f"Where to start from: {', '.join(presets.PRESETS)}.")] = "debug"
     config_file: Annotated[Path | None, tyro.conf.arg(name="config", help="TOML file with any of the keys below.")] = (
         None
     )
@@ -47,7 +46,7 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
     reader.add_argument("--preset", default="debug")
     reader.add_argument("--config", type=Path)
     first, _ = reader.parse_known_args(arguments)
-    base = configs.preset(first.preset)
+    base = presets.preset(first.preset)
     if first.config is not None:
         base = config_file.load(first.config, base)
     command = tyro.cli(TrainCommand, default=TrainCommand(config=base), args=list(arguments), prog="terapipe train")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -33,10 +32,10 @@ from terapipe.train import checkpoint
 from terapipe.train.checkpoint_folder import find_after, set_aside_after
 from terapipe.train.config import TrainConfig
 from terapipe.train.config_file import to_toml
-from terapipe.train.data import Source, open_source
-from terapipe.train.memory_needs import check_memory
+from terapipe.train.data import Source
 from terapipe.train.metrics import MetricsFile, Progress, StepMetrics, ValidationMetrics, keep_earlier
 from terapipe.train.optimizer import Optimizer
+from terapipe.train.start import check_links, check_run_dir, check_run_memory, open_data, pick_device, pipeline_ranks
 from terapipe.train.step_prediction import WARM_STEPS, StepPrediction, from_actions, from_device, unpredicted_line
 from terapipe.train.text_files import named
 from terapipe.world import ALONE, World, launched_world
@@ -89,31 +88,6 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
         launch.shutdown()
 
 
-def check_start(config: TrainConfig, *, world: World, resume: bool) -> None:
-    """Everything that can be refused before a process is started or a file written: ValueError with the remedy."""
-    config = config.resolve()
-    config.plan(_pipeline_ranks(config, world.size))
-    _check_links(config, world.size)
-    _check_memory(config, world, pick_device(config.device, world))
-    _open(config)
-    _check_run_dir(config, resume)
-
-
-def pick_device(name: str, world: World) -> str:
-    """ "cpu" or "cuda". ValueError for GPUs that are not there: each local rank needs one of its own."""
-    gpus = torch.cuda.device_count() if name != "cpu" and torch.cuda.is_available() else 0
-    if name == "cuda" and gpus == 0:
-        raise ValueError(
-            "device is 'cuda', but torch sees no GPU here; use --device cpu, or see what `terapipe env` says."
-        )
-    if 0 < gpus < world.local_size:
-        raise ValueError(
-            f"{world.local_size} local ranks need a GPU each, but torch sees {gpus}; start {gpus}, or use --device cpu "
-            "(one process can step several ranks on one GPU: --parallel.ranks N without --local-ranks)."
-        )
-    return "cuda" if gpus else "cpu"
-
-
 class Trainer:
     """One process's part of a run. A context manager: links and files are closed on any exit.
 
@@ -125,14 +99,14 @@ class Trainer:
         self.config = config = config.resolve()
         self.world, self.device = world, device
         self.model = config.model.resolve()
-        self.plan = config.plan(_pipeline_ranks(config, world.size))
-        if (too_much := _check_memory(config, world, torch.device(device).type)) and self.first:
+        self.plan = config.plan(pipeline_ranks(config, world.size))
+        if (too_much := check_run_memory(config, world, torch.device(device).type)) and self.first:
             log.warning(too_much)
-        self.source: Source = _open(config)
+        self.source: Source = open_data(config)
         if self.first and (left_out := getattr(self.source, "left_out", ())):
             log.warning("left out of the data, since they are not text: %s", named(left_out))
-        _check_run_dir(config, resume)
-        _check_links(config, world.size)
+        check_run_dir(config, resume)
+        check_links(config, world.size)
         torch.manual_seed(config.seed)
         dtype = DTYPES[config.dtype]
         self.ties = tied_parameters(self.model)
@@ -358,36 +332,6 @@ class Trainer:
         return metrics
 
 
-def _pipeline_ranks(config: TrainConfig, processes: int) -> int:
-    """Ranks of the plan. Several processes are one rank each; one process may step several."""
-    ranks = config.parallel.ranks or processes
-    if processes > 1 and ranks != processes:
-        raise ValueError(
-            f"parallel.ranks is {ranks}, but {processes} processes run; make them equal, or leave parallel.ranks at 0."
-        )
-    return ranks
-
-
-def _open(config: TrainConfig) -> Source:
-    parallel = config.parallel
-    vocab = config.model.resolve().vocab
-    return open_source(
-        config.data,
-        vocab=vocab,
-        tokens=config.tokens,
-        sequences=parallel.micros * parallel.micro_size,
-        seed=config.seed,
-    )
-
-
-def _check_links(config: TrainConfig, processes: int) -> None:
-    if config.parallel.links == "local" and processes > 1:
-        raise ValueError(
-            f"parallel.links is 'local', which runs every rank in one process, but {processes} processes run; start "
-            "one."
-        )
-
-
 def _differences(saved: str, config: TrainConfig) -> list[str]:
     """Settings that change a run's numbers and are not those of the config saved as TOML."""
     before, now = (dict(_settings(text)) for text in (saved, to_toml(config)))
@@ -403,40 +347,6 @@ def _settings(toml: str) -> Iterator[tuple[str, str]]:
             key, value = line.split(" = ", 1)
             if section + key not in WITHOUT_EFFECT:
                 yield section + key, value
-
-
-def _check_memory(config: TrainConfig, world: World, device: str) -> str | None:
-    return check_memory(
-        config.plan(_pipeline_ranks(config, world.size)),
-        config.model.resolve(),
-        dtype=config.dtype,
-        recompute=config.parallel.recompute,
-        world=world,
-        device=device,
-    )
-
-
-def _check_run_dir(config: TrainConfig, resume: bool) -> None:
-    folder = config.checkpoint_folder
-    found = checkpoint.find_all(folder)
-    if found and not resume:
-        raise ValueError(
-            f"{folder} holds checkpoints of an earlier run; continue it with --resume, or choose another --run-dir."
-        )
-    if resume and not found:
-        raise ValueError(
-            f"there is nothing to resume: {folder} holds no checkpoint; leave --resume out, or check --run-dir "
-            f"({os.getcwd()})."
-        )
-    if resume:
-        checkpoint.select(folder, config.checkpoint.load_step)
-    elif config.checkpoint.load_step is not None:
-        raise ValueError(
-            f"checkpoint.load_step is {config.checkpoint.load_step}, but the run does not resume; add --resume, or "
-            "leave it out."
-        )
-    files.check_folder(config.run_dir, "--run-dir")
-    files.check_folder(folder, "--checkpoint.folder" if config.checkpoint.folder else "--run-dir")
 
 
 def _silent(line: str) -> None:

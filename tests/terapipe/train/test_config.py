@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 
 from terapipe.models.config import ModelConfig
-from terapipe.train import config as configs
-from terapipe.train import config_file
+from terapipe.train import config_file, presets
 from terapipe.train.config import DataSettings, ModelSettings, OptimizerSettings, ParallelSettings, TrainConfig
 
 
-@pytest.mark.parametrize("name", configs.PRESETS)
+@pytest.mark.parametrize("name", presets.PRESETS)
 def test_a_preset_survives_toml(name: str, tmp_path: Path) -> None:
-    config = configs.preset(name)
+    config = presets.preset(name)
     config = dataclasses.replace(config, data=DataSettings()).resolve()
     file = tmp_path / "config.toml"
     file.write_text(config_file.to_toml(config))
@@ -154,7 +153,7 @@ def test_uneven_stages_reach_the_plan() -> None:
 
 def test_a_sequence_longer_than_learned_positions_is_refused_before_any_work() -> None:
     with pytest.raises(ValueError, match=r"tokens is 8192, .* learned positions for 2048"):
-        dataclasses.replace(configs.preset("gpt3_1b"), tokens=8192, data=DataSettings()).resolve()
+        dataclasses.replace(presets.preset("gpt3_1b"), tokens=8192, data=DataSettings()).resolve()
 
 
 def test_files_without_a_source_that_reads_them_are_refused(tmp_path: Path) -> None:

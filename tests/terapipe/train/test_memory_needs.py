@@ -10,9 +10,9 @@ import pytest
 from terapipe.models.presets import quickstart
 from terapipe.schedule import make_plan
 from terapipe.train import memory_needs
-from terapipe.train.config import PRESETS
 from terapipe.train.memory_needs import GIB, check_memory
-from terapipe.train.trainer import check_start
+from terapipe.train.presets import PRESETS
+from terapipe.train.start import check_start
 from terapipe.world import ALONE, World
 
 LAYERS, TOKENS = len(quickstart().layer_names()), 2**17

@@ -23,7 +23,8 @@ from terapipe.train.config import (
     TrainConfig,
 )
 from terapipe.train.metrics import read_lines
-from terapipe.train.trainer import Trainer, TrainResult, check_start, pick_device, train
+from terapipe.train.start import check_start
+from terapipe.train.trainer import Trainer, TrainResult, train
 from terapipe.world import World
 
 TINY = TrainConfig(
@@ -164,40 +165,6 @@ def test_starts_that_would_lose_work_are_refused(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("changes", "processes", "words"),
-    [
-        ({"parallel__ranks": 3}, 2, "parallel.ranks is 3, but 2 processes"),
-        ({"parallel__links": "local"}, 2, "'local'.*2 processes"),
-        ({"parallel__ranks": 7}, 1, "7 stages need at least 7 layers"),
-        ({"tokens": 18}, 1, "17.*18"),
-        ({"data": DataSettings(source="bin", train=(Path("/no/such.bin"),))}, 1, "/no/such.bin does not exist"),
-    ],
-)
-def test_a_start_that_does_not_fit_is_refused(changes: dict, processes: int, words: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=words):
-        config = with_changes(TINY, run_dir=tmp_path / "run", **changes)
-        check_start(config, world=World(size=processes, local_size=processes), resume=False)
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert pick_device("auto", World()) == "cpu"
-    with pytest.raises(ValueError, match="torch sees no GPU"):
-        pick_device("cuda", World())
-
-
-def test_fewer_gpus_than_local_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    for name in ("auto", "cuda"):
-        assert pick_device(name, World(size=4, local_size=2)) == "cuda"
-        with pytest.raises(ValueError, match=r"3 local ranks need a GPU each, but torch sees 2; start 2"):
-            pick_device(name, World(size=3, local_size=3))
-    assert pick_device("cpu", World(size=3, local_size=3)) == "cpu"
-
-
 def test_a_diverged_run_stops_with_the_step(tmp_path: Path) -> None:
     config = with_changes(TINY, run_dir=tmp_path, steps=50, optimizer__learning_rate=1e20, optimizer__clip=0.0)
     with pytest.raises(RuntimeError, match=r"gradient norm at step \d+ is (nan|inf)"):
@@ -221,12 +188,6 @@ def test_a_new_run_keeps_the_earlier_config(tmp_path: Path) -> None:
         run(with_changes(TINY, run_dir=tmp_path, steps=1, seed=seed))
     assert config_file.load(tmp_path / "config.1.toml", TrainConfig()).seed == 1
     assert config_file.load(tmp_path / "config.toml", TrainConfig()).seed == 2
-
-
-def test_a_run_folder_below_a_file_is_refused_before_any_work(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="file is a file, but a folder is needed at"):
-        check_start(with_changes(TINY, run_dir=tmp_path / "file" / "runs" / "x"), world=World(), resume=False)
 
 
 def test_a_run_goes_on_from_an_older_checkpoint_when_the_newest_is_damaged(tmp_path: Path) -> None:
