@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import fused_hand_off
-from tpkernels import fused, testing
 from tpkernels import fused_reference as formulas
+from tpkernels import fused_rows, testing
 
 EPS = 1e-5
 HEAD_DIM = 64
@@ -94,13 +94,13 @@ def _norm(kind: str, rows: int, columns: int, dtype: torch.dtype, *, rms: bool) 
     outs = [_torch_norm(leaves[0], leaves[1], None if rms else leaves[2], rms=rms), leaves[0] * 1.0]
 
     def ours() -> Tensor:
-        return fused.norm_forward(x, weight, bias, eps=EPS, rms=rms, delta=delta).out
+        return fused_rows.norm_forward(x, weight, bias, eps=EPS, rms=rms, delta=delta).out
 
     def torchs() -> Tensor:
         return _torch_norm(x + delta, weight, bias, rms=rms)
 
     def ours_backward() -> Tensor:
-        return fused.norm_backward(dout, total, weight, mean, rstd, dresidual=dresidual).dx
+        return fused_rows.norm_backward(dout, total, weight, mean, rstd, dresidual=dresidual).dx
 
     def torchs_backward() -> Tensor:
         return torch.autograd.grad(outs, leaves, [dout, dresidual], retain_graph=True)[0]
@@ -129,7 +129,7 @@ def _rotary(rows: int, columns: int, dtype: torch.dtype) -> list[Job]:
             "rotary",
             mode,
             2,
-            lambda: fused.rotate(y, turns, head_dim=HEAD_DIM, inverse=inverse),
+            lambda: fused_rows.rotate(y, turns, head_dim=HEAD_DIM, inverse=inverse),
             lambda: product(y, by),
             exact,
         )
@@ -137,7 +137,7 @@ def _rotary(rows: int, columns: int, dtype: torch.dtype) -> list[Job]:
     return [job("forward", x, inverse=False), job("backward", dout, inverse=True)]
 
 
-def _gate(kind: str, rows: int, columns: int, dtype: torch.dtype, *, activation: fused.Activation) -> list[Job]:
+def _gate(kind: str, rows: int, columns: int, dtype: torch.dtype, *, activation: formulas.Activation) -> list[Job]:
     gate, other, dout = _normal(3, rows, columns, dtype)
     up = other if activation == "silu" else None
     exact = formulas.gated_backward(dout.double(), gate.double(), _double(up), activation=activation)
@@ -145,13 +145,13 @@ def _gate(kind: str, rows: int, columns: int, dtype: torch.dtype, *, activation:
     graph = _torch_gate(*leaves)
 
     def ours() -> Tensor:
-        return fused.gated_forward(gate, up, activation=activation)
+        return fused_rows.gated_forward(gate, up, activation=activation)
 
     def torchs() -> Tensor:
         return _torch_gate(gate, up)
 
     def ours_backward() -> Tensor:
-        return fused.gated_backward(dout, gate, up, activation=activation).dgate
+        return fused_rows.gated_backward(dout, gate, up, activation=activation).dgate
 
     def torchs_backward() -> Tensor:
         return torch.autograd.grad(graph, leaves, dout, retain_graph=True)[0]

@@ -177,7 +177,7 @@ def _send(link: ShmLink, back: ShmLink, keys: list[Key], stamps: torch.Tensor) -
 def _receive(link: ShmLink, back: ShmLink, keys: list[Key], stamps: torch.Tensor) -> None:
     import torch
 
-    from tpkernels import fused
+    from tpkernels import fused_rows
 
     dtype, columns = link.spec.dtype, link.spec.slot_shape[-1]
     weight, answer = torch.ones(columns, dtype=dtype), torch.zeros(1, 1, 1, dtype=dtype)
@@ -187,7 +187,7 @@ def _receive(link: ShmLink, back: ShmLink, keys: list[Key], stamps: torch.Tensor
             out = link.take_norm(key, weight, eps=EPS, rms=True).out
         else:
             x = link.take(key)
-            out = fused.norm_forward(fused.as_rows(x), weight, None, eps=EPS, rms=True).out
+            out = fused_rows.norm_forward(fused_rows.as_rows(x), weight, None, eps=EPS, rms=True).out
         stamps[index] = time.perf_counter()
         out = out.view(link.spec.slot_shape)
         if before is not None and not torch.equal(out, before):

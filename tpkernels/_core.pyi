@@ -93,7 +93,7 @@ def norm_forward(
     num_threads: int,
     /,
 ) -> None:
-    """The fused kernels take rows as (address, row stride); tpkernels/fused.py."""
+    """The fused kernels take rows as (address, row stride); tpkernels/fused_rows.py."""
 
 def norm_backward(
     dtype: int,

@@ -1,8 +1,8 @@
 """A whole pre-norm transformer block over one slice in one call a direction: on a CPU, in fp32, or bf16 with AMX.
 
 x [batch, tokens, hidden] -> x + attention(norm(x)) + mlp of that sum's norm, attention behind a prefix in a cache.
-csrc/cpu/block.cpp runs the kernels of `prefix_attention` and `tpkernels.fused` and, between them, the GEMMs of torch's
-own BLAS. In fp32 the bits are those of the ops one by one, gradients of biases apart; in bf16 there are fewer
+csrc/cpu/block.cpp runs the kernels of `prefix_attention` and fused_rows.py and, between them, the GEMMs of torch's own
+BLAS. In fp32 the bits are those of the ops one by one, gradients of biases apart; in bf16 there are fewer
 roundings, and none of a parameter's gradient. What it saves is some hundred small calls a slice, each from a cold
 cache.
 

@@ -1,8 +1,8 @@
 """Norms, with the addition before them, by the kernels of tpkernels._cuda; bf16 and fp16.
 
-The functions of fused.py that touch the residual stream, with the same meaning and arguments. No autograd. They have
-not run on a GPU yet: `tpkernels.fused` takes them where TPK_BACKEND=cuda asks for these kernels (`norms_for`). Rows
-must start on 16 bytes, dims be multiples of 8; other calls raise.
+The functions of fused_rows.py that touch the residual stream, with the same meaning and arguments. They have not run on
+a GPU yet: fused_rows.py takes them where TPK_BACKEND=cuda asks for these kernels (`norms_for`). Rows must start on 16
+bytes, dims be multiples of 8; other calls raise.
 
 The one trap: as in cuda.py, a tensor made for a call must live until the call has been queued.
 """

@@ -1,13 +1,10 @@
 """Fused ops of a transformer block: norms with the residual's addition, rotary positions, SwiGLU and GELU.
 
-`norm`, `add_norm`, `rotary`, `swiglu`, `gelu_tanh` are differentiable. In fp32, bf16 and fp16 on a CPU each is one pass
-of a C++ kernel (csrc/cpu/fused*), and on a GPU the norms are CUDA kernels by request (cuda_fused.py); under
-torch.compile or autocast, in fp64 and elsewhere each is plain torch.
-The rest are the kernels themselves, for autograd.Functions of larger pieces: rows in, rows out, no autograd; `out=` may
-be any rows of contiguous elements, also an input's. A row's result never depends on the rows beside it.
+`norm`, `add_norm`, `rotary`, `swiglu`, `gelu_tanh` are differentiable. Where kernels serve them each is one pass over
+memory (fused_rows.py); under torch.compile or autocast, in fp64, where shapes broadcast, and elsewhere each is plain
+torch. The rest is for autograd.Functions of larger pieces.
 
-The one trap: the extension sees raw addresses, so rows must be `readable` (memory.py; `as_rows` sees to it), and shapes
-and dtypes agree; only gradients of norm weights, and statistics, are fp32. What broadcasts is plain torch's.
+The one trap: they have first derivatives only; under torch.func they are plain torch, which has all.
 """
 
 from __future__ import annotations
@@ -21,21 +18,19 @@ from torch import Tensor
 from tpkernels import cuda_fused
 from tpkernels import fused_reference as formulas
 from tpkernels.cuda_fused import norms_for
-from tpkernels.dtypes import DTYPE_CODES
-from tpkernels.fused_reference import Activation, GatedGradients, NormGradients, NormValues
-from tpkernels.memory import readable
+from tpkernels.fused_reference import Activation
+from tpkernels.fused_rows import (
+    as_rows,
+    gated_backward,
+    gated_forward,
+    kernel_code,
+    norm_backward,
+    norm_forward,
+    rotate,
+    turns_fit,
+)
 
-try:
-    from tpkernels import _core
-except ImportError:  # not built: plain torch computes, and `terapipe env` tells why the cpu backend is missing
-    _core = None  # type: ignore[assignment]
-
-_ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}
-_NONE = (0, 0)
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
-
-
-# ---- differentiable --------------------------------------------------------------------------------------------------
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, rms: bool) -> Tensor:
@@ -63,7 +58,7 @@ def add_norm(
 def rotary(x: Tensor, turns: Tensor) -> Tensor:
     """Pairs of neighbouring channels of x [batch, tokens, heads, head_dim] times turns, complex [batch or 1, tokens, 1,
     head_dim / 2]. 16-bit tensors are turned in fp32. ValueError for turns that do not fit."""
-    if _served(x) and turns_fit(turns, *x.shape[:2], head_dim=x.shape[-1]):
+    if _served(x) and turns.dtype == torch.complex64 and turns_fit(turns, *x.shape[:2], head_dim=x.shape[-1]):
         out: Tensor = _Rotary.apply(x, turns)
         return out
     batch, tokens, _, head_dim = x.shape
@@ -124,7 +119,7 @@ def parameter_gradient(total: Tensor | None, parameter: Tensor | None) -> Tensor
 
 def _served(*tensors: Tensor | None) -> bool:
     first = tensors[0]
-    if first is None or _core is None or first.dtype not in DTYPE_CODES:
+    if first is None or kernel_code(first.dtype) is None:
         return False
     return first.dim() > 0 and first.numel() > 0 and eager(*tensors)
 
@@ -140,13 +135,6 @@ def _normed_by_kernels(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Te
 
 def _served_by_cuda(x: Tensor, *others: Tensor | None) -> bool:
     return x.device.type == cuda_fused.DEVICE_TYPE and _plain(x, *others) and norms_for(as_rows(x)) is not None
-
-
-def turns_fit(turns: Tensor, batch: int, tokens: int, *, head_dim: int) -> bool:
-    """Whether kernels take these turns: complex64 [batch or 1, tokens, 1, head_dim / 2] on the CPU."""
-    shape = turns.shape
-    fits = shape[:1] in ((1,), (batch,)) and shape[1:] == (tokens, 1, head_dim // 2)
-    return fits and turns.dtype == torch.complex64 and turns.is_cpu
 
 
 def refuse_second_derivative() -> None:
@@ -218,216 +206,3 @@ class _Gated(torch.autograd.Function):
 def _turned(x: Tensor, turns: Tensor, *, inverse: bool) -> Tensor:
     rows = as_rows(x.reshape(*x.shape[:2], -1))
     return rotate(rows, turns.flatten(0, 2), head_dim=x.shape[3], inverse=inverse).view(x.shape)
-
-
-# ---- rows, without autograd ------------------------------------------------------------------------------------------
-
-
-def as_rows(x: Tensor) -> Tensor:
-    """x [..., columns] as [rows, columns] that kernels can read; a view where possible."""
-    return readable(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
-
-
-def norm_forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    eps: float,
-    rms: bool,
-    delta: Tensor | None = None,
-    total: Tensor | None = None,
-    out: Tensor | None = None,
-) -> NormValues:
-    """norm(x + delta) * weight + bias of rows x, delta; written to `total` and `out` where they are given."""
-    kernels, code = norms_for(x, delta, total, out), _code(x)
-    if kernels is None and code is None:
-        values = formulas.norm_forward(x, weight, bias, eps=eps, rms=rms, delta=delta)
-        placed = values.total if delta is None else _placed(values.total, total)
-        return values._replace(total=placed, out=_placed(values.out, out))
-    _check_alike(x, delta, total, out)
-    weight, bias = _channels(x, weight), None if bias is None else _channels(x, bias)
-    if kernels is not None:
-        return kernels.norm_forward(x, weight, bias, eps=eps, rms=rms, delta=delta, total=total, out=out)
-    assert code is not None
-    rows, columns = x.shape
-    out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-    if delta is None:
-        total = x
-    elif total is None:
-        total = torch.empty_like(out)
-    assert total is not None
-    mean = None if rms else x.new_empty(rows, 1, dtype=torch.float32)
-    rstd = x.new_empty(rows, 1, dtype=torch.float32)
-    _core.norm_forward(
-        code,
-        rms,
-        rows,
-        columns,
-        eps,
-        _view(x),
-        _NONE if delta is None else _view(delta),
-        _view(total),
-        _view(out),
-        weight.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        0 if mean is None else mean.data_ptr(),
-        rstd.data_ptr(),
-        torch.get_num_threads(),
-    )
-    return NormValues(total, out, mean, rstd)
-
-
-def norm_backward(
-    dout: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    *,
-    dresidual: Tensor | None = None,
-    dx: Tensor | None = None,
-    dweight: Tensor | None = None,
-    dbias: Tensor | None = None,
-) -> NormGradients:
-    """Gradients of norm_forward; x is its `total`, dx may be dout.
-
-    dweight and dbias, where given, are added to: [columns], fp32 (fp64 for fp64), contiguous."""
-    kernels, code = norms_for(x, dout, dresidual, dx), _code(x)
-    if kernels is None and code is None:
-        found = formulas.norm_backward(dout, x, weight, mean, rstd, dresidual=dresidual)
-        of_weight = found.dweight if dweight is None else dweight.add_(found.dweight)
-        of_bias = found.dbias if dbias is None or found.dbias is None else dbias.add_(found.dbias)
-        return NormGradients(_placed(found.dx, dx), of_weight, of_bias)
-    _check_alike(x, dout, dresidual, dx)
-    weight = _channels(x, weight)
-    if kernels is not None:
-        sums = {"dweight": dweight, "dbias": dbias}
-        return kernels.norm_backward(dout, x, weight, mean, rstd, dresidual=dresidual, dx=dx, **sums)
-    assert code is not None
-    rows, columns = x.shape
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if dx is None else dx
-    dweight = x.new_zeros(columns, dtype=torch.float32) if dweight is None else dweight
-    if mean is not None and dbias is None:
-        dbias = x.new_zeros(columns, dtype=torch.float32)
-    _core.norm_backward(
-        code,
-        mean is None,
-        rows,
-        columns,
-        _view(dout),
-        _view(x),
-        _NONE if dresidual is None else _view(dresidual),
-        _view(dx),
-        weight.data_ptr(),
-        0 if mean is None else mean.data_ptr(),
-        rstd.data_ptr(),
-        dweight.data_ptr(),
-        0 if dbias is None else dbias.data_ptr(),
-        torch.get_num_threads(),
-    )
-    return NormGradients(dx, dweight, dbias)
-
-
-def rotate(x: Tensor, turns: Tensor, *, head_dim: int, inverse: bool = False, out: Tensor | None = None) -> Tensor:
-    """Rows x [rows, heads * head_dim] times turns, complex [turn rows, head_dim / 2]: row r by row r % turn rows.
-
-    inverse turns back. out may be x."""
-    code = _code(x)
-    if code is None or turns.dtype != torch.complex64:
-        return _placed(formulas.rotate(x.unflatten(1, (-1, head_dim)), turns, inverse=inverse).flatten(1), out)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-    turns = turns.resolve_conj().resolve_neg().contiguous()
-    rows, columns = x.shape
-    turn_rows = turns.shape[0]
-    if turns.shape[1] * 2 != head_dim or not turns.is_cpu or (rows and (not turn_rows or rows % turn_rows)):
-        raise ValueError(
-            f"rotary: turns are {list(turns.shape)} on {turns.device}; {rows} rows with head_dim {head_dim} need "
-            f"[rows, {head_dim // 2}] on cpu, their number a divisor of {rows}"
-        )
-    threads = torch.get_num_threads()
-    heads = columns // head_dim
-    _core.rotary(
-        code, inverse, rows, heads, head_dim, max(1, turn_rows), _view(x), _view(out), turns.data_ptr(), threads
-    )
-    return out
-
-
-def gated_forward(gate: Tensor, up: Tensor | None, *, activation: Activation, out: Tensor | None = None) -> Tensor:
-    """activation(gate) * up of rows, or activation(gate) without up."""
-    code = _code(gate)
-    if code is None:
-        return _placed(formulas.gated_forward(gate, up, activation=activation), out)
-    _check_alike(gate, up, out)
-    out = torch.empty_like(gate, memory_format=torch.contiguous_format) if out is None else out
-    ups = _NONE if up is None else _view(up)
-    threads = torch.get_num_threads()
-    rows, columns = gate.shape
-    _core.gated_forward(code, _ACTIVATION_CODES[activation], rows, columns, _view(gate), ups, _view(out), threads)
-    return out
-
-
-def gated_backward(
-    dout: Tensor, gate: Tensor, up: Tensor | None, *, activation: Activation, out: Tensor | None = None
-) -> GatedGradients:
-    """Gradients of gated_forward, and its out again, for the next linear's weight gradient. out may be dout."""
-    code = _code(gate)
-    if code is None:
-        found = formulas.gated_backward(dout, gate, up, activation=activation)
-        return found._replace(out=_placed(found.out, out))
-    _check_alike(gate, dout, up, out)
-    out = torch.empty_like(gate, memory_format=torch.contiguous_format) if out is None else out
-    dgate = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    dup = None if up is None else torch.empty_like(dgate)
-    rows, columns = gate.shape
-    _core.gated_backward(
-        code,
-        _ACTIVATION_CODES[activation],
-        rows,
-        columns,
-        _view(dout),
-        _view(gate),
-        _NONE if up is None else _view(up),
-        _view(out),
-        _view(dgate),
-        _NONE if dup is None else _view(dup),
-        torch.get_num_threads(),
-    )
-    return GatedGradients(out, dgate, dup)
-
-
-def _check_alike(x: Tensor, *others: Tensor | None) -> None:
-    for other in others:
-        if other is not None and (other.shape != x.shape or other.dtype != x.dtype or other.is_cpu != x.is_cpu):
-            raise RuntimeError(
-                f"tpkernels.fused: {list(other.shape)} {other.dtype} on {other.device} beside {list(x.shape)} "
-                f"{x.dtype} on {x.device}; they must be alike (run backward() outside autocast, and before parameters "
-                "change)"
-            )
-
-
-def _channels(x: Tensor, values: Tensor) -> Tensor:
-    """A norm's weight or bias, one value for each column of x, as memory that a kernel can read."""
-    if values.shape != x.shape[1:] or values.dtype != x.dtype or values.is_cpu != x.is_cpu:
-        raise RuntimeError(
-            f"tpkernels.fused: a norm's weight or bias is {list(values.shape)} {values.dtype} on {values.device}; "
-            f"for {list(x.shape)} {x.dtype} on {x.device} it must be {list(x.shape[1:])}, of that dtype and device"
-        )
-    return readable(values)
-
-
-def kernel_code(dtype: torch.dtype) -> int | None:
-    """The kernels' code of the dtype; None where plain torch computes."""
-    return DTYPE_CODES.get(dtype) if _core is not None else None
-
-
-def _code(x: Tensor) -> int | None:
-    return kernel_code(x.dtype) if x.is_cpu else None
-
-
-def _view(rows: Tensor) -> tuple[int, int]:
-    return rows.data_ptr(), rows.stride(0)
-
-
-def _placed(value: Tensor, out: Tensor | None) -> Tensor:
-    return value if out is None else out.copy_(value)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tpkernels import Mask, PrefixCache, block, prefix_attention
 from tpkernels.block import MODULES, BlockShape, block_backward, block_forward
-from tpkernels.fused import norm_forward
+from tpkernels.fused_rows import norm_forward
 
 pytestmark = pytest.mark.skipif(
     not block.served(BlockShape(4, 1, 1, 4, 4, True, True, 1e-5), torch.float32, Mask()),

@@ -27,7 +27,7 @@ from shm_links import CPU, Pair, expect_slices, link_mappings, make_spec
 from terapipe.schedule import seq_1f1b
 from terapipe.schedule.orders import demand_order
 from terapipe.schedule.slots import assign_slots, ring_slots
-from tpkernels import fused
+from tpkernels import fused_rows
 from tpkernels.links import Key, LinkError, LinkSpec, ShmLink, Trouble, open_link, shm, shm_missing
 
 pytestmark = pytest.mark.skipif(bool(shm_missing()), reason=f"shared-memory links: {shm_missing()}")
@@ -117,7 +117,7 @@ def test_fused_ends_give_the_bits_of_plain_ones_and_work_at_once(
         thread.start()
         values = receiver.take_norm(key, weight, None if rms else bias, **norm)
         thread.join()
-        plain = fused.norm_forward((x + residual).view(140, 3), weight, None if rms else bias, **norm)
+        plain = fused_rows.norm_forward((x + residual).view(140, 3), weight, None if rms else bias, **norm)
         assert torch.equal(values.total, x + residual) and torch.equal(sums[0], x + residual)
         assert torch.equal(values.out.view(140, 3), plain.out) and torch.equal(values.rstd, plain.rstd)
         assert (values.mean is None and plain.mean is None) or torch.equal(values.mean, plain.mean)  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ def test_fused_ends_give_the_bits_of_plain_ones_and_work_at_once(
 def test_torchs_defaults_and_odd_parameters_do_not_reach_the_memory_of_a_norm(meet: Callable[..., Pair]) -> None:
     pair = sender, receiver = meet(make_spec())
     x, weight, bias = torch.randn(2, 70, 3), torch.randn(6)[::2], torch._neg_view(torch.randn(3))
-    plain = fused.norm_forward((x + x).view(140, 3), weight, bias, eps=1e-5, rms=False)
+    plain = fused_rows.norm_forward((x + x).view(140, 3), weight, bias, eps=1e-5, rms=False)
     given = [(weight, bias), (weight.contiguous(), bias.resolve_neg())]
     for key, (its_weight, its_bias) in zip(expect_slices(pair, 2), given, strict=True):
         torch.set_default_dtype(torch.bfloat16)
@@ -157,7 +157,7 @@ def test_a_sum_that_does_not_fit_the_slot_or_a_ring_that_copies_out_still_works(
             sender.put_sum(key, torch.zeros(2, 70, 4), torch.zeros(2, 70, 4))
         sender.put_sum(key, x, x)
         values = receiver.take_norm(key, weight, eps=1e-5, rms=True)
-        plain = fused.norm_forward((x + x).view(140, 3), weight, None, eps=1e-5, rms=True)
+        plain = fused_rows.norm_forward((x + x).view(140, 3), weight, None, eps=1e-5, rms=True)
         assert torch.equal(values.total, x + x) and torch.equal(values.out.view(140, 3), plain.out)
         receiver.release(key)
     assert 0 < sender.posted_at < time.perf_counter()

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpkernels import fused
+from tpkernels import fused_rows
 from tpkernels.fused_reference import NormValues
 from tpkernels.links.agreement import agree, hear, tell
 from tpkernels.links.base import (
@@ -159,10 +159,10 @@ class ShmLink(Link):
 
     def put_sum(self, key: Key, x: Tensor, residual: Tensor) -> Tensor:
         """Each tile is on its way as soon as it is added. What it returns is the slot, a leaf."""
-        code, shape, dtype = fused.kernel_code(self.spec.dtype), self._order.shapes.get(key), self.spec.dtype
+        code, shape, dtype = fused_rows.kernel_code(self.spec.dtype), self._order.shapes.get(key), self.spec.dtype
         if shape is None or code is None or not summable(x, residual, shape, dtype) or not x.is_cpu:
             return super().put_sum(key, x, residual)
-        a, b = fused.as_rows(x), fused.as_rows(residual)
+        a, b = fused_rows.as_rows(x), fused_rows.as_rows(residual)
         views = (a.data_ptr(), a.stride(0)), (b.data_ptr(), b.stride(0))
         slot: Tensor = self._ring.put_sum(key, code, shape[-1], *views, torch.get_num_threads())
         return slot
@@ -180,7 +180,7 @@ class ShmLink(Link):
 
     def take_norm(self, key: Key, weight: Tensor, bias: Tensor | None = None, *, eps: float, rms: bool) -> NormValues:
         """Of each tile as soon as it is there."""
-        code, shape = fused.kernel_code(self.spec.dtype), self._order.shapes.get(key)
+        code, shape = fused_rows.kernel_code(self.spec.dtype), self._order.shapes.get(key)
         if code is None or shape is None or not self.spec.resident or not _fit(weight, bias, shape, self.spec.dtype):
             return super().take_norm(key, weight, bias, eps=eps, rms=rms)
         out = torch.empty(shape, dtype=self.spec.dtype, device="cpu")

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from terapipe.layer import Entry, Norm, Out, owned_gradient
 from terapipe.models.linear import Linear, weight_gradient
-from tpkernels import fused
-from tpkernels.fused import as_rows
+from tpkernels import fused, fused_rows
+from tpkernels.fused_reference import Activation
+from tpkernels.fused_rows import as_rows
 
 TURNED = 2  # linears whose outputs turn with the position: q and k
 
@@ -42,7 +43,7 @@ def norm_linears(
     Those are [batch, tokens, out], with head_dim [batch, tokens, heads, head_dim]. turns, complex [batch or 1, tokens,
     1, head_dim / 2], turn the first two (q and k)."""
     parameters = parameters_of(hidden, norm, *linears)
-    if parameters is not None and (turns is None or fused.turns_fit(turns, *hidden.shape[:2], head_dim=head_dim or 0)):
+    if parameters is not None and fused_rows.turns_fit(turns, *hidden.shape[:2], head_dim=head_dim or 0):
         outputs: tuple[Tensor, ...] = _NormLinears.run(hidden, (norm, entry), head_dim, turns, *parameters)
         return outputs
     normed = norm(hidden)
@@ -122,7 +123,7 @@ class _NormLinears(Piece):
     ) -> tuple[Tensor, ...]:
         x, (norm, entry) = as_rows(hidden), settings
         if entry is None or entry.normed is None:
-            values = fused.norm_forward(x, norm_weight, norm_bias, eps=norm.eps, rms=norm.rms)
+            values = fused_rows.norm_forward(x, norm_weight, norm_bias, eps=norm.eps, rms=norm.rms)
         else:
             values = entry.normed
         normed = as_rows(values.out)
@@ -131,7 +132,7 @@ class _NormLinears(Piece):
             assert head_dim is not None
             turns = turns.flatten(0, 2)
             for out in outs[:TURNED]:
-                fused.rotate(out, turns, head_dim=head_dim, out=out)
+                fused_rows.rotate(out, turns, head_dim=head_dim, out=out)
         ctx.save_for_backward(x, normed, values.mean, values.rstd, norm_weight, norm_bias, *parameters)
         ctx.shape, ctx.head_dim, ctx.turns, ctx.entry = hidden.shape, head_dim, turns, entry
         ctx.set_materialize_grads(False)
@@ -151,7 +152,7 @@ class _NormLinears(Piece):
                 continue
             dout = as_rows(gradient if ctx.head_dim is None else gradient.flatten(2))
             if ctx.turns is not None and index < TURNED:
-                dout = fused.rotate(dout, ctx.turns, head_dim=ctx.head_dim, inverse=True)
+                dout = fused_rows.rotate(dout, ctx.turns, head_dim=ctx.head_dim, inverse=True)
             of_parameters += _parameter_gradients(dout, normed, weight, needs[6 + 2 * index : 8 + 2 * index])
             of_normed = torch.mm(dout, weight) if of_normed is None else of_normed.addmm_(dout, weight)
         memory = ctx.entry.gradient() if ctx.entry is not None and ctx.entry.gradient is not None else None
@@ -196,11 +197,11 @@ class _Mlp(Piece):
         *parameters: Tensor | None,
     ) -> Tensor:
         x = as_rows(hidden)
-        values = fused.norm_forward(x, norm_weight, norm_bias, eps=settings.eps, rms=settings.rms)
+        values = fused_rows.norm_forward(x, norm_weight, norm_bias, eps=settings.eps, rms=settings.rms)
         *into, (down, down_bias) = _pairs(parameters)
         inner = [_linear(values.out, weight, bias) for weight, bias in into]
         gate, up = _gate_and_up(inner)
-        active = fused.gated_forward(gate, up, activation=_activation(up))
+        active = fused_rows.gated_forward(gate, up, activation=_activation(up))
         ctx.save_for_backward(x, values.out, values.mean, values.rstd, norm_weight, norm_bias, *inner, *parameters)
         ctx.linears = len(into)
         if settings.out is not None:
@@ -216,7 +217,7 @@ class _Mlp(Piece):
         dout = as_rows(dhidden)
         gate, up = _gate_and_up(inner)
         of_active = torch.mm(dout, down)
-        found = fused.gated_backward(of_active, gate, up, activation=_activation(up), out=of_active)
+        found = fused_rows.gated_backward(of_active, gate, up, activation=_activation(up), out=of_active)
         of_inner = [found.dgate] if found.dup is None else [found.dgate, found.dup]
         of_normed = torch.mm(of_inner[0], into[0][0])
         for gradient, (weight, _) in zip(of_inner[1:], into[1:], strict=True):
@@ -237,7 +238,7 @@ def _gate_and_up(inner: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
     return inner[0], inner[1] if len(inner) == 2 else None
 
 
-def _activation(up: Tensor | None) -> fused.Activation:
+def _activation(up: Tensor | None) -> Activation:
     return "gelu_tanh" if up is None else "silu"
 
 
@@ -280,7 +281,7 @@ def _through_norm(
     dx = dout if out is None else out.view(dout.shape)
     of_weight = owned_gradient(weight) if wanted[0] else None
     of_bias = owned_gradient(bias) if wanted[1] else None
-    found = fused.norm_backward(
+    found = fused_rows.norm_backward(
         dout,
         x,
         weight,

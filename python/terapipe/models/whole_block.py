@@ -16,7 +16,8 @@ from terapipe.layer import Entry, Out, owned_gradient
 from terapipe.models.half_blocks import Piece, parameters_of
 from tpkernels import Mask, PrefixCache
 from tpkernels.block import MODULES, BlockShape, block_backward, block_forward, fits, served
-from tpkernels.fused import parameter_gradient, refuse_second_derivative, turns_fit
+from tpkernels.fused import parameter_gradient, refuse_second_derivative
+from tpkernels.fused_rows import turns_fit
 from tpkernels.memory import readable
 
 if TYPE_CHECKING:
@@ -69,7 +70,9 @@ def _as_planned(block: Block, x: Tensor, mask: Mask, turns: Tensor | None) -> bo
         return False
     if documents is not None and (documents.shape[0] not in (1, x.shape[0]) or not documents.is_cpu):
         return False
-    return turns is None or turns_fit(turns, *x.shape[:2], head_dim=shape.head_dim)
+    if turns is not None and turns.dtype != torch.complex64:
+        return False
+    return turns_fit(turns, *x.shape[:2], head_dim=shape.head_dim)
 
 
 class _WholeBlock(Piece):

@@ -13,7 +13,7 @@ from terapipe.engine import Batch
 from terapipe.engine.stage import Stage
 from terapipe.models import layers
 from terapipe.models.config import ModelConfig
-from tpkernels import Mask, fused
+from tpkernels import Mask, fused_rows
 from tpkernels.block import served
 
 CPU = torch.device("cpu")
@@ -227,7 +227,7 @@ def test_what_a_link_computes_for_a_stage_changes_no_number(mlp: Any, training: 
         if fused_ops:
             first = stage.entry_norm
             assert first is block.attention_norm
-            rows = fused.norm_forward(hidden.view(6, 8), first.weight, first.bias, eps=first.eps, rms=first.rms)
+            rows = fused_rows.norm_forward(hidden.view(6, 8), first.weight, first.bias, eps=first.eps, rms=first.rms)
             normed = rows._replace(total=hidden, out=rows.out.view(2, 3, 8))
             if not served(block.shape, dtype, Mask()):  # a whole block must be as it was made
                 block.attention_norm.eps = float("nan")  # whoever computes the norm again is found out

@@ -16,7 +16,7 @@ from terapipe.layer import Entry, own_gradients
 from terapipe.models import ModelConfig, layers, transformer
 from terapipe.models.transformer import Block
 from tpkernels import GradientAccumulator, Mask, PrefixCache, block
-from tpkernels.fused import norm_forward
+from tpkernels.fused_rows import norm_forward
 
 LLAMA = ModelConfig(
     vocab=11, hidden=24, layers=1, heads=4, kv_heads=2, head_dim=6, ffn_hidden=20, max_tokens=99, position="rope",

@@ -8,7 +8,7 @@ import importlib.util
 import pytest
 import torch
 
-from tpkernels import cuda_fused, fused, testing
+from tpkernels import cuda_fused, fused, fused_rows, testing
 from tpkernels import fused_reference as formulas
 from tpkernels.cuda_fused import CudaFused
 
@@ -178,12 +178,12 @@ def test_rows_that_they_cannot_take_go_elsewhere(asked):
     weight = torch.ones(24, dtype=BF16)
     shifted = torch.randn(4, 25).to(BF16)[:, 1:]
     for x in (torch.randn(4, 20).to(BF16), torch.randn(4, 24), shifted, torch.randn(1, 16392).to(BF16)):
-        fused.norm_forward(x, torch.ones(x.shape[1], dtype=x.dtype), None, eps=EPS, rms=True)
+        fused_rows.norm_forward(x, torch.ones(x.shape[1], dtype=x.dtype), None, eps=EPS, rms=True)
     fine = torch.randn(4, 24).to(BF16)
-    assert not asked and fused.norm_forward(fine, weight, None, eps=EPS, rms=True).out.shape == fine.shape
+    assert not asked and fused_rows.norm_forward(fine, weight, None, eps=EPS, rms=True).out.shape == fine.shape
     assert asked == ["norm_forward"]
-    rstd = fused.norm_forward(fine, weight, None, eps=EPS, rms=True).rstd
-    fused.norm_backward(shifted, fine, weight, None, rstd)
+    rstd = fused_rows.norm_forward(fine, weight, None, eps=EPS, rms=True).rstd
+    fused_rows.norm_backward(shifted, fine, weight, None, rstd)
     assert "norm_backward" not in asked
 
 
