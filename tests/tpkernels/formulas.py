@@ -39,7 +39,8 @@ def formula(q, k, v, visible, *, scale=None, softcap=0.0):
 
 
 def check(function, oracle, tensors, *, dout=None):
-    """function(*tensors) and its gradients against oracle(*tensors) in fp64, by the oracle's error in their dtype."""
+    """function(*tensors) and its gradients against oracle(*tensors) in fp64, by the oracle's error in their dtype. A
+    gradient that is zero by mathematics (one visible key a row) may be off by the fp32 rounding of what cancels."""
     dtype = tensors[0].dtype
     results = []
     for call, precision in ((function, dtype), (oracle, dtype), (oracle, torch.float64)):
@@ -50,12 +51,16 @@ def check(function, oracle, tensors, *, dout=None):
         results.append(
             [out.detach(), *(torch.zeros_like(x) if g is None else g for g, x in zip(gradients, inputs, strict=True))]
         )
+    terms = (dout.double() * results[-1][0]).abs().sum(-1)
+    cancelling = float(terms.max() * max(x.abs().max() for x in tensors)) if terms.numel() else 0.0
     losses = [relative(other, exact) for _, other, exact in zip(*results, strict=True)]
     for i, (actual, _, exact) in enumerate(zip(*results, strict=True)):
         assert actual.shape == exact.shape and actual.dtype == dtype
         if exact.numel():
             error = float((actual.double() - exact).abs().max())
             allowed = (3 if i else 2) * max(losses) * float(exact.abs().max()) + testing.noise(exact, dtype)
+            if i and not exact.any():
+                allowed += 4 * torch.finfo(torch.float32).eps * cancelling
             assert error <= allowed, (("out", *"qkv")[i], error, allowed)
 
 
