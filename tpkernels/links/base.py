@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tpkernels import fused
+from tpkernels import fused_rows
 from tpkernels.fused_reference import NormValues
 
 Key = tuple[int, int, int]
@@ -134,7 +134,7 @@ class Link(Protocol):
         began = time.perf_counter()
         x = self.take(key)
         self._waited = began, time.perf_counter()
-        values = fused.norm_forward(fused.as_rows(x), weight, bias, eps=eps, rms=rms)
+        values = fused_rows.norm_forward(fused_rows.as_rows(x), weight, bias, eps=eps, rms=rms)
         return values._replace(total=x, out=values.out.view(x.shape))
 
     @property

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from terapipe.engine.interpreter import RankProgram
 from terapipe.schedule import Transfer
 from terapipe.schedule.trace import HAND_OFF, TraceEvent
 
@@ -71,3 +72,13 @@ def summarize(hand_offs: Sequence[HandOff]) -> HandOffSummary:
 def hand_offs(transfers: Sequence[Transfer], times: Sequence[float]) -> list[HandOff]:
     """From `TIMES` numbers a transfer, in the order of the fields."""
     return [HandOff(transfer, *times[TIMES * i : TIMES * (i + 1)]) for i, transfer in enumerate(transfers)]
+
+
+def known_times(transfers: Sequence[Transfer], program: RankProgram) -> list[float]:
+    """Of each transfer what this rank knows, zeros for the rest: the sum over ranks is complete."""
+    nothing = (0.0,) * (TIMES // 2)
+    return [
+        seconds
+        for transfer in transfers
+        for seconds in (*program.sent.get(transfer, nothing), *program.taken.get(transfer, nothing))
+    ]

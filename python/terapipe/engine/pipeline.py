@@ -13,8 +13,6 @@ raised PipelineError, or was left in the middle of a step (Ctrl-C), cannot be us
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
 import math
 import os
 import resource
@@ -24,14 +22,13 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from terapipe.engine.batch import NO_TARGET, Batch, KnownIds
-from terapipe.engine.census import Tie, own_parameters, take_census
+from terapipe.engine.batch import NO_TARGET, Batch
+from terapipe.engine.breakdown import find_origin
+from terapipe.engine.census import Tie
 from terapipe.engine.failure import (
     BETWEEN_STEPS,
     IDLE,
@@ -40,29 +37,22 @@ from terapipe.engine.failure import (
     FailureBoard,
     PipelineError,
     Watchdog,
-    closed_rank,
     let_go,
-    lost_rank,
     words,
 )
-from terapipe.engine.handoff import TIMES, HandOff, hand_offs, summarize
+from terapipe.engine.handoff import TIMES, HandOff, hand_offs, known_times, summarize
 from terapipe.engine.interpreter import ActionError, RankProgram, forward_actions, key_of, one_over, run_together
 from terapipe.engine.loss import cross_entropy_sum
-from terapipe.engine.opening import OPENING, Process
+from terapipe.engine.opening import OPENING
 from terapipe.engine.reduction import copy_tied_values, squared_norms, sum_tied_gradients
 from terapipe.engine.results import EvaluationResult, MemoryReport, StepResult
-from terapipe.engine.stage import Loss, Stage
-from terapipe.engine.start import LayerSource, Start, check_layers, check_starts, choose_links
-from terapipe.engine.trial import joined, try_out
+from terapipe.engine.stage import Loss
+from terapipe.engine.start import Built, Given, LayerSource, build
+from terapipe.engine.timeline import joined_rows, own_rows
 from terapipe.engine.wiring import Expected, Wiring, link_specs, open_local_wiring, open_process_wiring
-from terapipe.layer import own_gradients
-from terapipe.schedule import Plan, check, clock_order, ring_slots
+from terapipe.schedule import Plan, SlotAssignment, check, ring_slots
 from terapipe.schedule.trace import TraceEvent
 from tpkernels import Mask
-from tpkernels.links import LinkError, Trouble
-from tpkernels.links.dist import trouble_of
-
-logger = logging.getLogger("terapipe")
 
 
 class Pipeline:
@@ -99,87 +89,34 @@ class Pipeline:
         named = (
             dict(layers) if isinstance(layers, Mapping) else {str(index): layer for index, layer in enumerate(layers)}
         )
-        self.plan, self._dtype, self._hidden_size = plan, dtype, hidden_size
-        self._recompute = recompute
-        processes = dist.get_world_size() if dist.is_initialized() else 1
-        self._local = links == "local" or processes == 1
-        self.rank = 0 if self._local else dist.get_rank()
-        self.ranks = plan.ranks
-        owned_ranks = range(plan.ranks) if self._local else (self.rank,)
-        stages: dict[int, dict[int, Stage]] = {rank: {} for rank in owned_ranks}
-        own: dict[str, nn.Module] = {}
-        trials: list[KnownIds] = []
-        trouble: Exception | None = None
-        doing = "checking its arguments"
-        try:
-            self._device = torch.device(device)
-            self._local = choose_links(links, plan, processes)
-            if not isinstance(link_timeout, timedelta) or link_timeout <= timedelta():
-                raise ValueError(f"link_timeout is {link_timeout!r}; give a datetime.timedelta longer than zero.")
-            check_layers(named, plan)
-            doing = "building its layers"
-            for rank in owned_ranks:
-                for index in plan.schedule.rank_stages(rank):
-                    stages[rank][index] = self._build_stage(index, named, loss)
-                    own |= stages[rank][index].layers
-                    trials.append(try_out(stages[rank][index], hidden_size=hidden_size))
-        except Exception as error:  # the other ranks wait to hear from this one
-            trouble = error
-        failure = None if trouble is None else Failure(self.rank, doing, words(trouble))
-        given = {
-            "plan": plan.to_json(),
-            "layers": json.dumps(list(named)),
-            "ties": json.dumps([list(tie) for tie in ties]),
-            "hidden_size": str(hidden_size),
-            "dtype": str(dtype),
-            "links": f"{links} {link_slots}",
-        }
-        reports = self._tell_all(Start(own_parameters(own, self.rank), given, failure, Process.own(), joined(trials)))
-        check_starts(reports, here=self.rank, trouble=trouble)
-        self._ids = joined(report.ids for report in reports)
-        self.census = take_census([report.parameters for report in reports], list(named), ties)
-        self._parameters = {
-            f"{layer}.{name}": parameter
-            for layer, module in own.items()
-            for name, parameter in module.named_parameters()
-        }
-        own_gradients(self._parameters.values())  # step() alone reads and replaces them
+        given = Given(
+            named,
+            plan,
+            hidden_size=hidden_size,
+            loss=loss,
+            ties=ties,
+            device=device,
+            dtype=dtype,
+            recompute=recompute,
+            links=links,
+            link_slots=link_slots,
+            link_timeout=link_timeout,
+            stall_seconds=stall_seconds,
+        )
+        built = build(given)
+        self.plan, self.rank, self.ranks, self.census = plan, built.rank, plan.ranks, built.census
+        self._hidden_size, self._local, self._device, self._ids = hidden_size, built.local, built.device, built.ids
+        self._parameters = built.parameters()
         self._slots = plan.slots
         if link_slots:
             self._slots = ring_slots(plan.schedule, link_slots)
             check(plan.schedule, self._slots)
-        specs = link_specs(
-            plan.schedule, self._slots, dtype, self._device, (plan.micro_size, max(plan.slices), hidden_size)
-        )
         self._board = FailureBoard(self.rank, 1 if self._local else plan.ranks)
-        self._wiring: Wiring = (
-            open_local_wiring(specs)
-            if self._local
-            else open_process_wiring(
-                specs,
-                self.rank,
-                links=links,
-                families=self.census.families,
-                owner=self.census.owner,
-                processes=[report.process for report in reports],
-                board=self._board,
-                timeout=link_timeout,
-            )
-        )
-        self._watchdog: Watchdog | None = None
-        if not self._local:
-            wires = self._wiring
-            try:
-                self._watchdog = Watchdog(
-                    self._board, give_up=wires.give_up, lost=wires.lost, stall_seconds=stall_seconds
-                )
-            except BaseException as error:  # no thread was to be had; the others are at their first step
-                self._board.record(Failure(self.rank, OPENING, words(error)))
-                self._wiring.close()
-                raise
+        self._wiring = _connect(given, built, self._slots, self._board)
+        self._watchdog = None if self._local else _watch(self._board, self._wiring, stall_seconds)
         at = self._watchdog.at if self._watchdog is not None else lambda position: None
         self._programs = [
-            RankProgram(rank, plan.schedule, stages[rank], self._wiring.links, at=at) for rank in owned_ranks
+            RankProgram(rank, plan.schedule, stages, self._wiring.links, at=at) for rank, stages in built.stages.items()
         ]
         # Ranks of one host share a clock; in one process nothing is on its way.
         timed = not self._local and self._wiring.one_clock
@@ -209,7 +146,9 @@ class Pipeline:
             )
             elapsed = time.perf_counter() - began
             sums = [self._loss_sum(), busy, elapsed * len(self._programs), *squares]
-            table = self._sum_with_check(batch, [*sums, *self._hand_off_times()], evaluating=False)
+            table = self._sum_with_check(
+                batch, [*sums, *known_times(self._transfers, self._programs[0])], evaluating=False
+            )
         loss, busy, available = table[0] / targets, table[1], table[2]
         self._hand_offs = hand_offs(self._transfers, table[len(sums) :])
         for program in self._programs:
@@ -254,23 +193,10 @@ class Pipeline:
     def timeline(self) -> list[TraceEvent]:
         """The last step of every rank, in seconds from its start; a collective call: every rank makes it, every rank
         gets all rows."""
-        rows = [
-            (span.rank, str(span.action), span.start, span.end, span.kind)
-            for program in self._programs
-            for span in program.spans
-        ]
         self._check_open()
         with self.failing_in("the timeline"):
-            reports = self._wiring.gather([self._step_began, rows])
-        # Ranks of one host share a clock: the earliest start is everybody's zero. Across hosts each rank has its own.
-        earliest = min(began for began, _ in reports)
-        events = [
-            TraceEvent(rank, label, start - zero, end - zero, kind)
-            for began, rows in reports
-            for zero in [earliest if self._wiring.one_clock else began]
-            for rank, label, start, end, kind in rows
-        ]
-        return events + [hand_off.event(earliest) for hand_off in self._hand_offs]
+            reports = self._wiring.gather([self._step_began, own_rows(self._programs)])
+        return joined_rows(reports, self._hand_offs, one_clock=self._wiring.one_clock)
 
     def memory(self) -> MemoryReport:
         """Peak and cache bytes of this process."""
@@ -298,37 +224,6 @@ class Pipeline:
         if error is not None and self._broken is None:  # so that the other ranks can say why this one left
             self._board.record(Failure(self.rank, BETWEEN_STEPS, words(error)))
         self.close()
-
-    def _build_stage(self, index: int, named: Mapping[str, LayerSource], loss: Loss) -> Stage:
-        first, last = self.plan.stages[index]
-        layers: dict[str, nn.Module] = {}
-        for name in list(named)[first:last]:
-            source = named[name]
-            layer: object = source if isinstance(source, nn.Module) else source()
-            if not isinstance(layer, nn.Module):
-                raise ValueError(
-                    f"layer {name!r} is a {type(layer).__name__}; it must be an nn.Module or a function that makes one"
-                )
-            layers[name] = layer.to(self._device)
-        return Stage(
-            index,
-            layers,
-            slice_lengths=self.plan.slices,
-            micro_size=self.plan.micro_size,
-            first=index == 0,
-            last=index == len(self.plan.stages) - 1,
-            loss=loss,
-            device=self._device,
-            dtype=self._dtype,
-            recompute=self._recompute,
-        )
-
-    def _tell_all(self, start: Start) -> list[Start]:
-        if self._local:
-            return [start]
-        starts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(starts, start)
-        return starts
 
     def _check_batch(self, batch: Batch) -> int:
         """The number of targets, once the batch fits."""
@@ -370,16 +265,6 @@ class Pipeline:
                 "with the same batch on every rank of the pipeline"
             )
         return table[2 : 2 + len(values)]
-
-    def _hand_off_times(self) -> list[float]:
-        """What this rank knows of each transfer, zeros elsewhere: the sum over ranks is complete."""
-        nothing = (0.0,) * (TIMES // 2)
-        program = self._programs[0]
-        return [
-            seconds
-            for transfer in self._transfers
-            for seconds in (*program.sent.get(transfer, nothing), *program.taken.get(transfer, nothing))
-        ]
 
     def _run(self, batch: Batch, scale: Tensor | None, *, evaluating: bool) -> None:
         batch = batch.to(self._device)
@@ -448,28 +333,9 @@ class Pipeline:
 
     def _break(self, action: str, cause: BaseException, *, rank: int) -> PipelineError:
         """Record the failure, close the links so that neighbours notice, drop the state; the error names the origin."""
-        failure = Failure(rank, action, words(cause))
-        lost, seen = cause.lost_peer if isinstance(cause, LinkError) else None, cause
-        if lost is None and isinstance(cause, LinkError) and (found := self._wiring.lost(0.0)) is not None:
-            lost, seen = found.lost_peer, found  # the watchdog ended this wait
-        if isinstance(cause, LinkError) and cause.late and lost is None:
-            order = {str(each): place for place, each in enumerate(clock_order(self.plan.schedule))}
-            self._board.blame_earliest(order, action)
-        blamed = self._board.blamed()
-        if blamed not in (None, rank):  # its wait ends when the links do
-            self._wiring.close()
-        # A closed connection is somebody else's failure, whose record may need a moment to become readable.
-        known, broken = lost is not None or blamed is not None, trouble_of(cause) is Trouble.GONE
-        settle = self._board.SETTLE_SECONDS  # longer for those who saw less
-        origin = self._board.origin(wait=settle if known else 2 * settle if broken else 0.0)
-        if origin is None:
-            noticed, closed = f"Rank {rank} noticed in {action}", self._board.closed()
-            if closed not in (None, self.rank) and isinstance(cause, LinkError):
-                failure = closed_rank(closed, noticed=noticed)
-            elif lost is not None and blamed != rank:
-                logger.debug("rank %d noticed by: %s", rank, cause)
-                failure = lost_rank(lost, self._board.position(lost), noticed=noticed, cause=seen)
-            origin = self._board.record(failure)
+        origin = find_origin(
+            action, cause, rank=rank, board=self._board, wiring=self._wiring, schedule=self.plan.schedule
+        )
         error = PipelineError(origin, here=rank)
         self._broken = error
         if origin.rank != rank:
@@ -480,6 +346,33 @@ class Pipeline:
         self.zero_grad()
         self.close()
         return error
+
+
+def _connect(given: Given, built: Built, slots: SlotAssignment, board: FailureBoard) -> Wiring:
+    plan = given.plan
+    slot_shape = (plan.micro_size, max(plan.slices), given.hidden_size)
+    specs = link_specs(plan.schedule, slots, given.dtype, built.device, slot_shape)
+    if built.local:
+        return open_local_wiring(specs)
+    return open_process_wiring(
+        specs,
+        built.rank,
+        links=given.links,
+        families=built.census.families,
+        owner=built.census.owner,
+        processes=built.processes,
+        board=board,
+        timeout=given.link_timeout,
+    )
+
+
+def _watch(board: FailureBoard, wiring: Wiring, stall_seconds: float) -> Watchdog:
+    try:
+        return Watchdog(board, give_up=wiring.give_up, lost=wiring.lost, stall_seconds=stall_seconds)
+    except BaseException as error:  # no thread was to be had; the others are at their first step
+        board.record(Failure(board.rank, OPENING, words(error)))
+        wiring.close()
+        raise
 
 
 def _let_go(board: FailureBoard, watchdog: Watchdog | None, wiring: Wiring, process: int) -> None:

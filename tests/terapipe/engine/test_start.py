@@ -9,7 +9,7 @@ from torch import nn
 
 from terapipe.engine.failure import Failure, PipelineError
 from terapipe.engine.opening import Process
-from terapipe.engine.start import Start, check_layers, check_starts, choose_links
+from terapipe.engine.start import Start, check_layers, check_links, check_starts, runs_every_rank
 from terapipe.schedule import make_plan
 
 PLAN = make_plan(layers=3, ranks=2, slices=2, tokens=8)
@@ -20,23 +20,24 @@ ALIKE = Start([], {"plan": "one plan", "dtype": "torch.float32"}, None, Process(
     ("links", "processes", "local"), [("auto", 1, True), ("auto", 2, False), ("local", 2, True), ("dist", 2, False)]
 )
 def test_links_follow_the_number_of_processes(links: str, processes: int, local: bool) -> None:
-    assert choose_links(links, PLAN, processes) is local
+    assert runs_every_rank(links, processes) is local
+    check_links(links, PLAN, processes)
 
 
 @pytest.mark.parametrize(("links", "processes"), [("auto", 3), ("dist", 1), ("dist", 4)])
 def test_another_number_of_processes_than_ranks_is_refused_with_both_remedies(links: str, processes: int) -> None:
     with pytest.raises(ValueError, match=rf"plan has 2 ranks but .*; start 2 .* or make a plan for {processes}\."):
-        choose_links(links, PLAN, processes)
+        check_links(links, PLAN, processes)
 
 
 def test_a_launched_process_that_joined_no_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"process 1 of a launch of 2.*call terapipe\.engine\.launch\.initialize\(\)"):
-        choose_links("auto", PLAN, 1)
-    assert choose_links("local", PLAN, 1)
+        check_links("auto", PLAN, 1)
+    check_links("local", PLAN, 1)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert choose_links("auto", PLAN, 1)
+    check_links("auto", PLAN, 1)
 
 
 def test_layers_must_be_as_many_as_planned_callable_and_apart() -> None:
