@@ -261,6 +261,12 @@ class TrainConfig:
                 f"parallel.slices is {self.parallel.slices} but parallel.slice_tokens names "
                 f"{len(self.parallel.slice_tokens)} slices; give one of them."
             )
+        pieces = self.parallel.micros * max(self.parallel.slices, len(self.parallel.slice_tokens))
+        if pieces > MOST_PIECES:
+            raise ValueError(
+                f"parallel.micros {self.parallel.micros} of {pieces // self.parallel.micros} slices are {pieces} slices "
+                f"a step; at most {MOST_PIECES} are scheduled: take larger micros (parallel.micro_size) or fewer slices."
+            )
         if model.position == "learned" and self.tokens > model.max_tokens:
             raise ValueError(
                 f"tokens is {self.tokens}, but the model has learned positions for {model.max_tokens}; shorten the "
@@ -303,6 +309,7 @@ class TrainConfig:
         return self.checkpoint.folder or self.run_dir / "checkpoints"
 
 
+MOST_PIECES = 100_000  # for which a schedule of two ranks is made and checked in seconds
 _AT_LEAST = {
     **dict.fromkeys(("steps", "seed", "evaluate_every", "evaluate_sequences", "checkpoint.every"), 0),
     **dict.fromkeys(("parallel.ranks", "parallel.link_slots", "data.document_tokens"), 0),

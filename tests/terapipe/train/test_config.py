@@ -94,6 +94,10 @@ def test_sizes_that_follow_are_derived_again() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
+        (
+            TrainConfig(parallel=ParallelSettings(micros=25_001, slices=4)),
+            ["micros 25001 of 4 slices are 100004", "larger"],
+        ),
         (TrainConfig(model=ModelSettings(preset="llama3_9b")), ["llama3_9b", "did you mean 'llama3_8b'"]),
         (TrainConfig(model=ModelSettings(heads=5)), ["hidden 64", "heads 5"]),
         (TrainConfig(steps=-1), ["steps is -1"]),
