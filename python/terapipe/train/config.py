@@ -261,11 +261,11 @@ class TrainConfig:
                 f"parallel.slices is {self.parallel.slices} but parallel.slice_tokens names "
                 f"{len(self.parallel.slice_tokens)} slices; give one of them."
             )
-        pieces = self.parallel.micros * max(self.parallel.slices, len(self.parallel.slice_tokens))
-        if pieces > MOST_PIECES:
+        micros, slices = self.parallel.micros, max(self.parallel.slices, len(self.parallel.slice_tokens))
+        if micros * slices > MOST_PIECES:
             raise ValueError(
-                f"parallel.micros {self.parallel.micros} of {pieces // self.parallel.micros} slices are {pieces} slices "
-                f"a step; at most {MOST_PIECES} are scheduled: take larger micros (parallel.micro_size) or fewer slices."
+                f"parallel.micros {micros} of {slices} slices are {micros * slices} slices a step; at most {MOST_PIECES} "
+                "are scheduled: take larger micros (parallel.micro_size) or fewer slices."
             )
         if model.position == "learned" and self.tokens > model.max_tokens:
             raise ValueError(
