@@ -83,6 +83,7 @@ def prefix_attention(
         hold all keys, any number, and the last query sees the last key (start = keys - tokens, as flash-attn >= 2.1).
     mask: see Mask; scale: default head_dim ** -0.5; softcap: scores become softcap * tanh(score / softcap); sinks
         [query_heads]: adds exp(sink) to the softmax denominator, with a gradient in fp32.
+    Scores are fp32: what they lose from 1e5 on their gradients lose too, and from about 1e9 on the result is NaN.
     deterministic: any slicing gives bitwise the same out, lse and dq; see invariance_unit for dk and dv.
     backend: a name of the registry, else TPK_BACKEND, else the first that fits.
 
@@ -91,9 +92,9 @@ def prefix_attention(
     slices must take them in with weight 0 (`loss + 0 * out.sum()`), or what later slices add for their keys is lost.
 
     Raises ValueError, with the values, for shapes, dtypes, devices or heads that do not fit, slices or backwards out of
-    order, exceeded capacity, or when no backend serves the call. After an error the cache is unchanged.
-    NotImplementedError for what has no meaning here: torch.vmap, forward-mode and second derivatives, torch.func.grad
-    through a cache.
+    order, exceeded capacity, or when no backend serves the call; TypeError for an argument of another type. After an
+    error the cache is unchanged. NotImplementedError for what has no meaning here: torch.vmap, forward-mode and second
+    derivatives, torch.func.grad through a cache.
     """
     check_types(q, k, v, cache, sinks, mask)
     if start is None and cache is not None:
