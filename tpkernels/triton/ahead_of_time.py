@@ -217,9 +217,9 @@ def table_subjects(capability: int) -> Iterator[Subject]:
         for head_dim in (128, 256):
             for kind in ("forward", "backward", "deterministic"):
                 yield Subject(kind, "bf16", head_dim, capability=capability, features=chosen)
-    for head_dim, value_head_dim in ((72, None), (192, 128)):
+    for head_dim, value_head_dim, chosen in ((72, None, ("window",)), (192, 128, ())):
         for kind in ("forward", "backward", "deterministic"):
-            yield Subject(kind, "bf16", head_dim, value_head_dim, capability=capability)
+            yield Subject(kind, "bf16", head_dim, value_head_dim, capability=capability, features=chosen)
 
 
 def residents(row: Compiled) -> int:

@@ -1,9 +1,9 @@
 # mypy: allow-incomplete-defs, allow-untyped-calls
 """Backward kernels: dk, dv in the owner of a key tile; dq in the owner of a query tile, or by fp32 reductions.
 
-    p = exp(s - lse)   ds = scale * p * (dout v^T - delta)   dv += p^T dout   dk += ds^T q   dq = ds k
-`prepare` packs delta = rowsum(out * dout) and lse into fp32 rows; `attention_backward_keys` owns BLOCK_N keys of one KV
-head, starts from the fp32 accumulators, adds query tiles from the last to the first (the group's heads are packed in
+    p = exp(s - lse)   ds = scale * p * (dout v^T + delta)   dv += p^T dout   dk += ds^T q   dq = ds k
+`prepare` packs delta = -rowsum(out * dout) and lse into fp32 rows; `attention_backward_keys` owns BLOCK_N keys of one
+KV head, starts from the fp32 accumulators, adds query tiles from the last to the first (the group's heads are packed in
 the rows) and stores once, without atomics; with REDUCE it also adds its share of dq into fp32 rows, which `round_rows`
 rounds. `attention_backward_queries` is the deterministic dq: one owner a row, keys ascending.
 
@@ -108,7 +108,7 @@ def prepare(
     lse = tl.where(lse == -float("inf"), float("inf"), lse * LOG2E)
     base = _packed_base(batch, kv_head, q_begin, total_tiles, batch_tiles, GROUP, ALIGN, VARLEN)
     tl.store(packed_lse_ptr + base + place, lse)
-    tl.store(packed_delta_ptr + base + place, tl.sum(out * dout, 1))
+    tl.store(packed_delta_ptr + base + place, -tl.sum(out * dout, 1))
 
 
 @triton.jit
@@ -184,7 +184,12 @@ def _walk_rows(
     q_within = token_within * q_token + member_within * q_head
     dout_within = token_within * dout_token + member_within * dout_head
     for step in range(0, end - begin):
-        place = (end - 1 - step) * BLOCK_M + within
+        tile_place = (end - 1 - step) * BLOCK_M
+        place = tile_place + within
+        # Either way is what keeps registers from spilling on Triton 3.6: from each row's place beside dq's addresses,
+        # from the tile's without them.
+        lse_rows = lse_ptr + place if REDUCE else lse_ptr + tile_place + within
+        delta_rows = delta_ptr + place if REDUCE else delta_ptr + tile_place + within
         row = place - shift
         inside = (row >= see_begin) & (row < see_end)
         if MASKED:
@@ -200,7 +205,7 @@ def _walk_rows(
                 dout_ptr + (row_offsets(token, dout_token, UNIT) + row_offsets(member, dout_head, UNIT))[:, None]
             )
         q = load_tile(q_rows + columns, inside, columns, MASKED, HEAD_DIM, BLOCK_D)
-        lse = tl.load(lse_ptr + place)
+        lse = tl.load(lse_rows)
         s = tl.dot(k, tl.trans(q), input_precision="ieee")  # [keys, rows]
         p, slope = _weights(s, lse[None, :], multiplier, cap, cap_scale, SOFTCAP, SIGN)
         if MASKED:
@@ -210,9 +215,8 @@ def _walk_rows(
             p = tl.where(visible, p, 0.0)
         dout = load_tile(dout_rows + value_columns, inside, value_columns, MASKED, VALUE_DIM, BLOCK_V)
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
-        delta = tl.load(delta_ptr + place)
-        less_delta = tl.broadcast_to(-delta[None, :], p.shape)  # saves its registers and the subtraction
-        ds = p * tl.dot(v, tl.trans(dout), less_delta, input_precision="ieee") * slope * scale
+        delta = tl.broadcast_to(tl.load(delta_rows)[None, :], p.shape)  # the product starts from it: no addition
+        ds = p * tl.dot(v, tl.trans(dout), delta, input_precision="ieee") * slope * scale
         if MASKED:
             ds = tl.where(visible, ds, 0.0)
         ds = ds.to(q.dtype)

@@ -3,8 +3,8 @@
 
 dq = sum over keys of ds k (backward.py has the formulas). `attention_backward_queries` is the forward's walk over key
 tiles, ascending from absolute tiles, so dq is bitwise the same for any slicing. `round_rows` turns the packed fp32
-rows that attention_backward_keys reduced into dq. `sink_gradient` adds -sum over rows of exp(sink - lse) * delta into
-dsinks, one program a head, in one order.
+rows that attention_backward_keys reduced into dq. `sink_gradient` adds the sum over rows of exp(sink - lse) * delta
+into dsinks, one program a head, in one order.
 """
 
 import triton
@@ -66,7 +66,7 @@ def _walk_keys(
         p, slope = _weights(s, lse[:, None], multiplier, cap, cap_scale, SOFTCAP, SIGN)
         v = load_tile(v_pointers + tl.cast(tile, tl.int64) * v_step, inside, value_columns, MASKED, VALUE_DIM, BLOCK_V)
         dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
-        ds = p * (dp - delta[:, None]) * slope * scale
+        ds = p * (dp + delta[:, None]) * slope * scale
         if MASKED:
             ds = tl.where(sees(key[None, :], lo[:, None], hi[:, None], HAS_LEFT, HAS_DOCUMENTS), ds, 0.0)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
@@ -288,4 +288,4 @@ def sink_gradient(
             delta = tl.load(packed_delta_ptr + place, mask=valid, other=0.0)
             share = tl.where(lse == float("inf"), 0.0, tl.exp2(sink - lse))
             total += share * delta
-    tl.store(dsinks_ptr + head, tl.load(dsinks_ptr + head) - tl.sum(total, 0))
+    tl.store(dsinks_ptr + head, tl.load(dsinks_ptr + head) + tl.sum(total, 0))

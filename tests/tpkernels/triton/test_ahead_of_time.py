@@ -22,7 +22,7 @@ SELECTION = [
     ("backward", "bf16", 128, None, 8, 100, ()),
     ("backward", "fp16", 64, None, 3, 90, ("documents", "sinks")),
     ("few", "bf16", 128, None, 8, 90, ()),
-    ("deterministic", "bf16", 64, None, 8, 90, ()),
+    ("deterministic", "bf16", 72, None, 8, 90, ("window",)),
     ("backward", "fp32", 64, None, 1, 90, ()),
     ("forward", "bf16", 128, None, 8, 100, ()),
     ("forward", "bf16", 128, None, 8, 90, ()),
