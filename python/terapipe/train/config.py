@@ -264,8 +264,8 @@ class TrainConfig:
         micros, slices = self.parallel.micros, max(self.parallel.slices, len(self.parallel.slice_tokens))
         if micros * slices > MOST_PIECES:
             raise ValueError(
-                f"parallel.micros {micros} of {slices} slices are {micros * slices} slices a step; at most {MOST_PIECES} "
-                "are scheduled: take larger micros (parallel.micro_size) or fewer slices."
+                f"parallel.micros {micros} of {slices} slices are {micros * slices} slices a step; at most "
+                f"{MOST_PIECES} are scheduled: take larger micros (parallel.micro_size) or fewer slices."
             )
         if model.position == "learned" and self.tokens > model.max_tokens:
             raise ValueError(
