@@ -13,12 +13,12 @@ import functools
 import os
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tpkernels.cuda import DTYPES, Extension, Workspace, rows_of
 from tpkernels.dtypes import DTYPE_CODES
 from tpkernels.fused_reference import NormGradients, NormValues
+from tpkernels.memory import norm_gradients_memory, norm_values_memory
 
 DEVICE_TYPE = "cuda"  # tests: "cpu", where the emulator runs
 MOST_CHANNELS = 16384  # of a norm; csrc/cuda/fused_launch.cuh
@@ -73,13 +73,7 @@ class CudaFused(Extension):
     ) -> NormValues:
         """norm(x + delta) * weight + bias of rows [rows, dim]; written to `total` and `out` where they are given."""
         rows, dim = x.shape
-        out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-        if delta is None:
-            total = x
-        elif total is None:
-            total = torch.empty_like(out)
-        mean = None if rms else torch.empty(rows, 1, dtype=torch.float32, device=x.device)
-        rstd = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+        total, out, mean, rstd = norm_values_memory(x, rms=rms, delta=delta, total=total, out=out)
         self.module.norm_forward(
             dtype=self._code(x, weight, bias, delta, total, out),
             rms=rms,
@@ -96,7 +90,6 @@ class CudaFused(Extension):
             rstd=rstd.data_ptr(),
             **self.place(x),
         )
-        assert total is not None
         return NormValues(total, out, mean, rstd)
 
     def norm_backward(
@@ -114,10 +107,7 @@ class CudaFused(Extension):
     ) -> NormGradients:
         """Gradients of norm_forward; x is its `total`, dx may be dout. dweight, dbias [dim] fp32 are added to."""
         rows, dim = x.shape
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if dx is None else dx
-        dweight = torch.zeros(dim, dtype=torch.float32, device=x.device) if dweight is None else dweight
-        if mean is not None and dbias is None:
-            dbias = torch.zeros(dim, dtype=torch.float32, device=x.device)
+        dx, dweight, dbias = norm_gradients_memory(x, rms=mean is None, dx=dx, dweight=dweight, dbias=dbias)
         workspace = Workspace(x.device)
         self.module.norm_backward(
             dtype=self._code(dout, x, weight, dresidual, dx),

@@ -18,7 +18,7 @@ from tpkernels import fused_reference as formulas
 from tpkernels.cuda_fused import norms_for
 from tpkernels.dtypes import DTYPE_CODES
 from tpkernels.fused_reference import Activation, GatedGradients, NormGradients, NormValues
-from tpkernels.memory import readable
+from tpkernels.memory import norm_gradients_memory, norm_values_memory, readable
 
 try:
     from tpkernels import _core
@@ -57,14 +57,7 @@ def norm_forward(
         return kernels.norm_forward(x, weight, bias, eps=eps, rms=rms, delta=delta, total=total, out=out)
     assert code is not None
     rows, columns = x.shape
-    out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-    if delta is None:
-        total = x
-    elif total is None:
-        total = torch.empty_like(out)
-    assert total is not None
-    mean = None if rms else x.new_empty(rows, 1, dtype=torch.float32)
-    rstd = x.new_empty(rows, 1, dtype=torch.float32)
+    total, out, mean, rstd = norm_values_memory(x, rms=rms, delta=delta, total=total, out=out)
     _core.norm_forward(
         code,
         rms,
@@ -112,10 +105,7 @@ def norm_backward(
         return kernels.norm_backward(dout, x, weight, mean, rstd, dresidual=dresidual, dx=dx, **sums)
     assert code is not None
     rows, columns = x.shape
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if dx is None else dx
-    dweight = x.new_zeros(columns, dtype=torch.float32) if dweight is None else dweight
-    if mean is not None and dbias is None:
-        dbias = x.new_zeros(columns, dtype=torch.float32)
+    dx, dweight, dbias = norm_gradients_memory(x, rms=mean is None, dx=dx, dweight=dweight, dbias=dbias)
     _core.norm_backward(
         code,
         mean is None,
