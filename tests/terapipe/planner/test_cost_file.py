@@ -96,31 +96,6 @@ def test_files_that_make_no_sense_are_refused(tmp_path, change, words):
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "the cost file is not JSON: Expecting value"),
-        ("null", 'the cost file lacks "format"'),
-        ("[" * 100_000, "the cost file is nested too deep"),
-        ('{"format": 1, "tensor": 1, "tensor": 2}', "the key 'tensor' is given twice; keep one of them"),
-        ('{"tensor": ' + "9" * 5000 + "}", "digits"),
-    ],
-    ids=["empty", "null", "deep", "twice", "digits"],
-)
-def test_what_is_no_cost_file_is_refused_by_name(tmp_path, text, words):
-    path = tmp_path / "costs.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=words) as caught:
-        cost_file.load(path)
-    assert str(path) in str(caught.value)
-
-
-def test_a_byte_order_mark_is_passed_over(tmp_path):
-    path = tmp_path / "costs.json"
-    path.write_text(cost_file.to_json(costs_8b()), encoding="utf-8-sig")
-    assert cost_file.load(path) == costs_8b()
-
-
 def test_nan_in_a_file_is_refused(tmp_path):
     path = tmp_path / "costs.json"
     path.write_text(cost_file.to_json(costs_8b()).replace('"latency_s": 1e-05', '"latency_s": NaN'))
