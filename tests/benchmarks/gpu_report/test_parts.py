@@ -51,12 +51,12 @@ def test_only_what_runs_on_a_gpu_is_run_there():
     file = "tests/tpkernels/triton/test_launch.py"
     arguments = [sys.executable, "-m", "pytest", file, "-m", "gpu", "--collect-only", "-q"]
     listed = subprocess.run(arguments, cwd=command.ROOT, capture_output=True, text=True, check=False).stdout
-    names = [line.rpartition("::")[2] for line in listed.splitlines() if "::" in line]
-    assert names == [
+    names = {line.rpartition("::")[2] for line in listed.splitlines() if "::" in line}
+    assert "deselected" in listed and names >= {
         f"test_{name}[{who}]"
         for name in ("a_side_stream_is_waited_for", "a_device_that_is_not_current")
         for who in ("triton", "cuda")
-    ]
+    }
 
 
 def test_a_test_file_is_one_cell(tmp_path):
