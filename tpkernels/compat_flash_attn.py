@@ -191,33 +191,52 @@ def flash_attn_with_kvcache(
                 "and no cache_batch_idx or cache_leftpad"
             )
         out, lse = prefix_attention(q, k, v, k_cache, start=cache_seqlens, mask=_mask(window), **settings)
-        return (out, lse) if return_softmax_lse else out
-
-    if not isinstance(v_cache, Tensor):
+    elif not isinstance(v_cache, Tensor):
         raise ValueError(f"{name}: v_cache is a {type(v_cache).__name__}; beside k_cache it needs a tensor")
+    else:
+        places: dict[str, Any] = {"lengths": cache_seqlens, "rows": cache_batch_idx, "leftpad": cache_leftpad}
+        out, lse = _attend_plain_cache(q, k_cache, v_cache, k, v, **places, window=window, settings=settings)
+    return (out, lse) if return_softmax_lse else out
+
+
+def _attend_plain_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    *,
+    lengths: int | Tensor | None,
+    rows: Tensor | None,
+    leftpad: Tensor | None,
+    window: Window,
+    settings: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Writes k and v at `lengths` into the rows of the caches and attends to what is there then -> out, lse."""
     if attention_ops.autocasts(q.device.type):
         q = q.to(k_cache.dtype)
         k, v = (x if x is None else x.to(k_cache.dtype) for x in (k, v))
-    _check_cache(q, k_cache, v_cache, k, v, softmax_scale, softcap, cache_batch_idx)
-    rows, lengths, capacity = cache_batch_idx, cache_seqlens, k_cache.shape[1]
+    _check_cache(q, k_cache, v_cache, k, v, settings["scale"], settings["softcap"], rows)
+    capacity = k_cache.shape[1]
     _check_numbers("cache_seqlens", lengths, batch=q.shape[0])
     _check_numbers("cache_batch_idx", rows, batch=q.shape[0], most=k_cache.shape[0] - 1)
-    _check_numbers("cache_leftpad", cache_leftpad, batch=q.shape[0], most=capacity)
+    _check_numbers("cache_leftpad", leftpad, batch=q.shape[0], most=capacity)
     if lengths is None:
         if k is not None:
-            raise ValueError(f"{name}: k and v are given without cache_seqlens, which says where to write them")
+            raise ValueError(
+                "flash_attn_with_kvcache: k and v are given without cache_seqlens, which says where to write them"
+            )
         lengths = capacity
     written = 0 if k is None else k.shape[1]
     needs_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v))
-    if isinstance(lengths, int) and rows is None and cache_leftpad is None:
+    if isinstance(lengths, int) and rows is None and leftpad is None:
         _check_room([lengths], written, capacity)
         stop = lengths + written
         place = (slice(None), slice(lengths, stop))
         # Two calls: a slice in a generator's closure makes torch 2.11 compile once a length.
         keys = _updated(k_cache, k, place, place, rows, stop, needs_gradient)
         values = _updated(v_cache, v, place, place, rows, stop, needs_gradient)
-        out, lse = prefix_attention(q, keys, values, mask=_mask(window), **settings)
-        return (out, lse) if return_softmax_lse else out
+        return prefix_attention(q, keys, values, mask=_mask(window), **settings)
 
     batch, device = q.shape[0], q.device
     old = torch.as_tensor(lengths, device=device).to(torch.int64).expand(batch)
@@ -232,11 +251,10 @@ def flash_attn_with_kvcache(
         _updated(cache, new, (cache_rows[:, None], places), (own_rows[:, None], places), rows, stop, needs_gradient)
         for cache, new in ((k_cache, k), (v_cache, v))
     )
-    begin = 0 if cache_leftpad is None else cache_leftpad.to(device, torch.int64)[:, None]
+    begin = 0 if leftpad is None else leftpad.to(device, torch.int64)[:, None]
     numbers = torch.arange(q.shape[1], device=device)
     intervals = aligned_intervals(numbers, q.shape[1], begin, (old + written)[:, None], window)
-    out, lse = interval_attention(q, keys, values, intervals, **settings)
-    return (out, lse) if return_softmax_lse else out
+    return interval_attention(q, keys, values, intervals, **settings)
 
 
 def _updated(
