@@ -165,7 +165,7 @@ def bench(arguments: list[str]) -> int:
     modules = benchmarking.find()
     parser = argparse.ArgumentParser(prog="terapipe bench", description=bench.__doc__, allow_abbrev=False)
     parser.add_argument("name", help=f"one of: {', '.join(modules) or 'none, this is no checkout'}")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and machine here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and environment here")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rows (PNG, SVG or PDF by the suffix)")
     options = parser.parse_args(arguments)
     benchmarking.run(modules, options.name, json_file=options.json, plot_file=options.plot)

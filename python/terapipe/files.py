@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 
 def check_folder(path: Path, option: str) -> None:
     """ValueError unless `path`, which `option` names, is a folder that can be written, or can become one."""
-    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    existing = next(parent for parent in (path, *path.absolute().parents) if os.path.exists(parent))
     if not existing.is_dir():
         raise ValueError(f"{existing} is a file, but a folder is needed at {path}; choose another {option}.")
     if not os.access(existing, os.W_OK | os.X_OK):
@@ -40,6 +41,8 @@ def whole(path: Path) -> Iterator[Path]:
         begun = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
         try:
             yield begun
+            if target.exists():
+                shutil.copymode(target, begun)
             os.replace(begun, target)
         finally:
             begun.unlink(missing_ok=True)
@@ -63,13 +66,13 @@ def check_distinct(places: Mapping[str, Path | None]) -> None:
 
 def _is_device(path: Path) -> bool:
     """Or a pipe; /dev/stdout may be a file behind it, which the shell goes on writing to."""
-    return (path.exists() and not path.is_file()) or path.absolute().parts[1:2] in (("dev",), ("proc",))
+    return (os.path.exists(path) and not os.path.isfile(path)) or path.absolute().parts[1:2] in (("dev",), ("proc",))
 
 
 def check_file(path: Path, option: str) -> None:
     """ValueError unless a file can be written at `path`, which `option` names. Tries it, and leaves nothing behind."""
-    made = [parent for parent in path.absolute().parents if not parent.exists()]
-    new = not path.exists()
+    made = [parent for parent in path.absolute().parents if not os.path.exists(parent)]
+    new = not os.path.exists(path)  # unlike Path.exists: no error for one in a folder that is closed to us
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()

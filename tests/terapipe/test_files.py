@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,6 +106,48 @@ def test_a_device_and_a_file_in_a_closed_folder_are_written_as_they_are(
     monkeypatch.setattr(files.os, "access", lambda path, mode: False)  # root may write everywhere
     with files.whole(tmp_path / "there.json") as begun:
         assert begun == tmp_path / "there.json"
+
+
+def test_what_is_written_again_keeps_its_mode(tmp_path: Path) -> None:
+    (tmp_path / "x.json").touch()
+    (tmp_path / "x.json").chmod(0o640)
+    files.write_text(tmp_path / "x.json", "new")
+    assert (tmp_path / "x.json").stat().st_mode & 0o777 == 0o640 and (tmp_path / "x.json").read_text() == "new"
+
+
+def test_a_folder_that_is_closed_to_us_is_named_with_the_option(tmp_path: Path) -> None:
+    """In a process without root's right to pass every door."""
+    command = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+    if command and (not shutil.which("setpriv") or subprocess.run([*command, "true"], check=False).returncode):
+        pytest.skip("root passes every door here: there is no setpriv (util-linux) that can give that right up")
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o000)
+    script = """
+import sys
+from pathlib import Path
+from terapipe import files
+from terapipe.train.text_files import find_files
+closed = Path(sys.argv[1])
+places = {"--hardware": closed / "x.json", "--out": closed / "y.json"}
+files.check_distinct(places)
+for check in (
+    lambda: files.check_file(closed / "a" / "x.json", "--out"),
+    lambda: files.check_folder(closed / "runs", "--run-dir"),
+    lambda: find_files(closed),
+):
+    try:
+        check()
+    except ValueError as error:
+        print(error)
+"""
+    done = subprocess.run(
+        [*command, sys.executable, "-c", script, str(closed)], capture_output=True, text=True, check=False
+    )
+    closed.chmod(0o700)
+    said = done.stdout.splitlines()
+    assert len(said) == 3, done.stderr
+    assert said[0].startswith("--out ") and "Permission denied" in said[0]
+    assert "choose another --run-dir" in said[1] and "cannot be read; change its permissions" in said[2]
 
 
 def test_one_file_is_not_named_twice(tmp_path: Path) -> None:

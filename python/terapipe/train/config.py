@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -286,10 +287,10 @@ class TrainConfig:
                 f"data.source is {self.data.source!r} but data.train names no file or folder; add --data.train PATH."
             )
         for path in (*self.data.train, *self.data.validation):
-            if not path.exists() and "*" not in str(path):
+            if not os.path.exists(path) and "*" not in str(path):
                 raise ValueError(
-                    f"data path {path} does not exist (working directory {Path.cwd()}); check --data.train and "
-                    "--data.validation."
+                    f"data path {path} does not exist (working directory {Path.cwd()}), or in a folder that cannot be "
+                    "read; check --data.train and --data.validation."
                 )
         if self.data.source == "text" and model.vocab < BYTE_VOCAB:
             raise ValueError(

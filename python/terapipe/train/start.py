@@ -91,6 +91,8 @@ def check_run_dir(config: TrainConfig, resume: bool) -> None:
     """ValueError for checkpoints in the way of a new run, none for one that resumes, or folders that cannot be
     written."""
     folder = config.checkpoint_folder
+    files.check_folder(config.run_dir, "--run-dir")
+    files.check_folder(folder, "--checkpoint.folder" if config.checkpoint.folder else "--run-dir")
     found = checkpoint.find_all(folder)
     if found and not resume:
         raise ValueError(
@@ -108,5 +110,3 @@ def check_run_dir(config: TrainConfig, resume: bool) -> None:
             f"checkpoint.load_step is {config.checkpoint.load_step}, but the run does not resume; add --resume, or "
             "leave it out."
         )
-    files.check_folder(config.run_dir, "--run-dir")
-    files.check_folder(folder, "--checkpoint.folder" if config.checkpoint.folder else "--run-dir")

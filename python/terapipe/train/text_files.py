@@ -10,6 +10,7 @@ each file's path below the files' common folder.
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,7 +47,9 @@ def find_files(paths: Sequence[str | Path] | str | Path, suffixes: Sequence[str]
     left_out: set[Path] = set()
     for entry in [paths] if isinstance(paths, str | Path) else paths:
         path = Path(entry)
-        if path.is_file():
+        if os.path.exists(path) and not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
+            raise ValueError(f"data: {path} cannot be read; change its permissions, or name other text.")
+        if os.path.isfile(path):
             below = [path]
         elif path.is_dir():
             below = [file for file in path.rglob("*") if file.suffix in suffixes and file.is_file()]
