@@ -113,5 +113,7 @@ if __name__ == "__main__":
         everything = run(parser.parse_args().cases)
     except (ValueError, RuntimeError) as error:
         sys.exit(f"bench_prediction: {error}")
+    except KeyboardInterrupt:  # what is finished is kept
+        sys.exit(130)
     print(table(everything))
     print(summary(everything))
