@@ -36,13 +36,13 @@ def _spec(resident: bool = True) -> LinkSpec:
 
 
 def _pair(spec: LinkSpec) -> tuple[ShmLink, ShmLink]:
-    from tpkernels.links.segment import connect
+    from tpkernels.links import segment
     from tpkernels.links.shm import offer_segment
 
     offer, accepted = offer_segment(spec, 7), []
     thread = threading.Thread(target=lambda: accepted.append(offer.accept(10)))
     thread.start()
-    met = connect(offer.address, 10)
+    met = segment.fetch(segment.call(offer.address), 10)
     thread.join()
     ends = ShmLink(spec, met, 7, sender=True), ShmLink(spec, accepted[0], 7, sender=False)
     for end in ends:
@@ -377,13 +377,13 @@ def test_a_closed_peer_link_ends_its_kernels_waits(usable_triton: None) -> None:
 
     if torch.cuda.is_available():
         pytest.skip("with a GPU triton compiles, and CPU tensors have no kernels")
-    from tpkernels.links.segment import connect
+    from tpkernels.links import segment
 
     spec = make_spec(1)
     offer, accepted = make_offer(spec), []
     thread = threading.Thread(target=lambda: accepted.append(offer.accept(10)))
     thread.start()
-    met = connect(offer.address, 10)
+    met = segment.fetch(segment.call(offer.address), 10)
     thread.join()
     sender = make_end(spec, met, sender=True, timeout_s=1e6)
     receiver = make_end(spec, accepted[0], sender=False, timeout_s=1e6)

@@ -62,7 +62,7 @@ def make_offer(spec: LinkSpec, first_epoch: int = NEAR_WRAP) -> Any:
 
 @pytest.fixture
 def meet() -> Iterator[Callable[..., Pair]]:
-    from tpkernels.links.segment import connect
+    from tpkernels.links.segment import call, fetch
 
     opened: list[PeerLink] = []
 
@@ -71,7 +71,7 @@ def meet() -> Iterator[Callable[..., Pair]]:
         options["first_epoch"] = first_epoch
         thread = threading.Thread(target=lambda: accepted.append(offer.accept(10)))
         thread.start()
-        met = connect(offer.address, 10)
+        met = fetch(call(offer.address), 10)
         thread.join()
         opened.append(make_end(spec, met, sender=True, **options))
         opened.append(make_end(spec, accepted[0], sender=False, **options))
@@ -284,11 +284,11 @@ def test_a_wait_ends_when_the_peer_does(trouble: Trouble, meet: Callable[..., Pa
 
 def _other(address: str, spec: LinkSpec, steps: int, die_at: int) -> None:
     """The sender's process; slice n of step s holds n + 10 s, and has a residual of a quarter."""
-    from tpkernels.links.segment import connect
+    from tpkernels.links.segment import call, fetch
 
     torch.set_num_threads(1)
     chance = random.Random(1)
-    link = make_end(spec, connect(address, 10), sender=True, timeout_s=1e6)
+    link = make_end(spec, fetch(call(address), 10), sender=True, timeout_s=1e6)
     speed = link.measure()
     assert speed is not None and speed.latency_us > 0 and speed.gb_per_s > 0
     for step in range(steps):
@@ -349,20 +349,20 @@ def test_two_processes_at_their_own_pace(slots: int, start: Callable[..., PeerLi
             assert torch.equal(x, expected)
             link.verify(key)
             link.release(key)
-            assert x.isnan().all()
+            assert not (x == expected).any()  # it is NaN, or by now the next slice
         link.finish()
     link.close()
 
 
 def test_a_peer_that_holds_its_interpreter_for_long_is_not_called_dead() -> None:
     """As a compiler may, in its process's only thread that Python lets run."""
-    from tpkernels.links.segment import connect
+    from tpkernels.links.segment import call, fetch
 
     spec, offer = make_spec(), make_offer(make_spec())
     key, *_ = spec.slot_of
     child = os.fork()
     if child == 0:
-        link = make_end(spec, connect(offer.address, 10), sender=True, timeout_s=1e6)
+        link = make_end(spec, fetch(call(offer.address), 10), sender=True, timeout_s=1e6)
         link.expect([(key, SHAPE)])
         ctypes.PyDLL(None).usleep(1_500_000)
         link.put(key, torch.full(SHAPE, 3.0))

@@ -37,14 +37,14 @@ OPTIONS: dict[str, Any] = {"spin_s": 1e-4, "silence_s": 1.0, "timeout_s": 2.0, "
 
 
 def _meet(spec: LinkSpec, *, first_epoch: int = NEAR_WRAP, **options: Any) -> Pair:
-    from tpkernels.links.segment import connect
+    from tpkernels.links.segment import call, fetch
     from tpkernels.links.shm import offer_segment
 
     offer = offer_segment(spec, 7, first_epoch)
     accepted: list[Any] = []
     thread = threading.Thread(target=lambda: accepted.append(offer.accept(10)))
     thread.start()
-    met = connect(offer.address, 10)
+    met = fetch(call(offer.address), 10)
     thread.join()
     chosen = OPTIONS | options
     return ShmLink(spec, met, 7, sender=True, **chosen), ShmLink(spec, accepted[0], 7, sender=False, **chosen)
@@ -384,7 +384,7 @@ def test_ctrl_c_ends_a_wait(meet: Callable[..., Pair]) -> None:
 def test_a_peer_that_takes_long_is_not_called_dead_even_forked_beside_open_links(
     holds_interpreter: bool, meet: Callable[..., Pair]
 ) -> None:
-    from tpkernels.links.segment import connect
+    from tpkernels.links.segment import call, fetch
     from tpkernels.links.shm import offer_segment
 
     meet(make_spec())  # this process has a heartbeat, whose thread the child lacks
@@ -392,7 +392,7 @@ def test_a_peer_that_takes_long_is_not_called_dead_even_forked_beside_open_links
     key, *_ = spec.slot_of
     child = os.fork()
     if child == 0:
-        link = ShmLink(spec, connect(offer.address, 10), 7, sender=True)
+        link = ShmLink(spec, fetch(call(offer.address), 10), 7, sender=True)
         link.expect([(key, spec.slot_shape)])
         sleep = ctypes.PyDLL(None).usleep if holds_interpreter else ctypes.CDLL(None).usleep
         sleep(1_500_000)

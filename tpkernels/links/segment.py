@@ -89,13 +89,8 @@ class Offer:
             self._descriptor = -1
 
 
-def connect(address: str, timeout_s: float) -> Segment:
-    """The sender's side. OSError when the receiver does not answer in time."""
-    return fetch(call(address), timeout_s)
-
-
 def call(address: str) -> socket.socket:
-    """A connection to an `Offer`, which need not accept it yet; OSError when there is none."""
+    """The sender's side: a connection to an `Offer`, which need not accept it yet; OSError when there is none."""
     with _remedied("connecting"):
         connection = _socket()
         try:
@@ -107,7 +102,7 @@ def call(address: str) -> socket.socket:
 
 
 def fetch(connection: socket.socket, timeout_s: float) -> Segment:
-    """The memory of the offer at the other end of `connection`."""
+    """The memory of the offer at the other end of `connection`. OSError when it is not handed over in time."""
     try:
         connection.settimeout(timeout_s)
         _, descriptors, flags, _ = socket.recv_fds(connection, 64, 1)

@@ -104,7 +104,7 @@ class RankProgram:
         self._next = 0
         self._micros: Sequence[Batch] = ()
         self._scale: Tensor | None = None
-        self._beside: dict[Key, Tensor] = {}  # outputs for a stage on this same rank
+        self._staying: dict[Key, Tensor] = {}  # outputs for another stage of this rank
         self._hops = {action: self._hops_of(action) for action in schedule[rank]}
 
     def begin(self, micros: Sequence[Batch], scale: Tensor | None, *, actions: Sequence[Action]) -> None:
@@ -112,7 +112,7 @@ class RankProgram:
         evaluating."""
         self._actions, self._next, self._micros, self._scale = actions, 0, micros, scale
         self.spans = []
-        for left in (self.sent, self.taken, self._beside):
+        for left in (self.sent, self.taken, self._staying):
             left.clear()
         for stage in self.stages.values():
             stage.begin(evaluating=scale is None)
@@ -156,7 +156,7 @@ class RankProgram:
         normed: NormValues | None = None
         ready = 0.0
         if hops.takes is None:
-            arrived = self._beside.pop((action.stage, action.micro, action.slice), None)
+            arrived = self._staying.pop((action.stage, action.micro, action.slice), None)
         elif hops.norm is not None:
             norm, link = hops.norm, hops.takes.link
             normed = link.take_norm(hops.takes.key, norm.weight, norm.bias, eps=norm.eps, rms=norm.rms)
@@ -190,7 +190,7 @@ class RankProgram:
                 self.sent[hops.puts.transfer] = (computed, time.perf_counter())
             else:
                 neighbour = action.stage + (1 if action.is_forward else -1)
-                self._beside[neighbour, micro, piece] = output
+                self._staying[neighbour, micro, piece] = output
         # Slots are resident: held until the slice's backward has run; when evaluating there is none.
         for hop in hops.holds if not evaluating else (hops.takes,) if hops.takes is not None else ():
             hop.link.release(hop.key)

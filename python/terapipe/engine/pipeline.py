@@ -40,7 +40,7 @@ from terapipe.engine.failure import (
     let_go,
     words,
 )
-from terapipe.engine.handoff import TIMES, HandOff, hand_offs, known_times, summarize
+from terapipe.engine.hand_off_times import TIMES, HandOff, hand_offs, known_times, summarize
 from terapipe.engine.interpreter import ActionError, RankProgram, forward_actions, key_of, one_over, run_together
 from terapipe.engine.loss import cross_entropy_sum
 from terapipe.engine.opening import OPENING

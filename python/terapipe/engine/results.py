@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from terapipe.engine.handoff import HandOffSummary
+from terapipe.engine.hand_off_times import HandOffSummary
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from terapipe.engine.handoff import HandOff
+from terapipe.engine.hand_off_times import HandOff
 from terapipe.engine.interpreter import RankProgram
 from terapipe.schedule.trace import TraceEvent
 

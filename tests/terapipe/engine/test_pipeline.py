@@ -24,7 +24,7 @@ def _left_over(pipeline: Pipeline) -> list[Any]:
     """Everything that a step could leave in the engine, by looking into its parts."""
     left: list[Any] = []
     for program in pipeline._programs:
-        left += [*program._beside.values()] + ([] if program.finished else ["actions"])
+        left += [*program._staying.values()] + ([] if program.finished else ["actions"])
         for stage in program.stages.values():
             left += [*stage._live.values(), *stage._caches, *stage._masks]
             left += [cache for caches in stage._free for cache in caches if cache is not None and cache.length]

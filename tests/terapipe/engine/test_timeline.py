@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terapipe.engine.handoff import HandOff
+from terapipe.engine.hand_off_times import HandOff
 from terapipe.engine.interpreter import Span
 from terapipe.engine.timeline import joined_rows, own_rows
 from terapipe.schedule import Action, Link, Transfer

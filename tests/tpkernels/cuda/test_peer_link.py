@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from tpkernels import cuda, cuda_peer
 from tpkernels.links import LinkError, LinkSpec, PeerLink, open_link, peer, peer_memory, peer_missing
 from tpkernels.links.peer import load_language
-from tpkernels.links.segment import connect
+from tpkernels.links.segment import call, fetch
 
 if torch.cuda.is_available():
     pytest.skip("with a GPU triton compiles, and CPU tensors have no kernels", allow_module_level=True)
@@ -43,7 +43,7 @@ def meet(usable_triton, peer_ends):
         offer, accepted = peer_memory.offer_memory(layout, CPU), []
         thread = threading.Thread(target=lambda: accepted.append(offer.accept(10)))
         thread.start()
-        met = connect(offer.address, 10)
+        met = fetch(call(offer.address), 10)
         thread.join()
         for segment, sender, language in ((met, True, languages[0]), (accepted[0], False, languages[1])):
             memory = peer_memory.map_memory(segment, layout, CPU, sender=sender, timeout_s=10)

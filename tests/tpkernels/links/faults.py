@@ -57,11 +57,11 @@ class Case:
 
 def open_end(sender: bool, letters: tuple[int, int]) -> ShmLink:
     """The receiver tells the sender its address through a pipe."""
-    from tpkernels.links.segment import connect
+    from tpkernels.links.segment import call, fetch
     from tpkernels.links.shm import offer_segment
 
     if sender:
-        return ShmLink(SPEC, connect(os.read(letters[0], 100).decode(), MEET_S), 7, sender=True, **OPTIONS)
+        return ShmLink(SPEC, fetch(call(os.read(letters[0], 100).decode()), MEET_S), 7, sender=True, **OPTIONS)
     offer = offer_segment(SPEC, 7, 2**32 - 5)
     os.write(letters[1], offer.address.encode())
     return ShmLink(SPEC, offer.accept(MEET_S), 7, sender=False, **OPTIONS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from terapipe.engine.handoff import TIMES, HandOff, hand_offs, summarize
+from terapipe.engine.hand_off_times import TIMES, HandOff, hand_offs, summarize
 from terapipe.schedule.trace import HAND_OFF, TraceEvent, bubble_share, busy_s
 from terapipe.schedule.transfers import Link, Transfer
 
