@@ -153,7 +153,8 @@ def compile_launch(item: Launch, capability: int) -> Any:
             constants[(index,)] = value
         elif isinstance(value, Tensor):
             signature[name] = "*" + _TYPES[value.dtype]
-            attributes[(index,)] = [["tt.divisibility", 16]]
+            if name not in item.kernel.do_not_specialize_on_alignment:
+                attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             integer = "i32" if -(2**31) <= value < 2**31 else "i64"
             signature[name] = "fp32" if isinstance(value, float) else integer

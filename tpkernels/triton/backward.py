@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from tpkernels.triton.pieces import (
+    ANYWHERE,
     LOG2E,
     end_key,
     first_key,
@@ -263,7 +264,7 @@ def _sum_rows(
     return dk_rows, dv_rows, key < keys
 
 
-@triton.jit(do_not_specialize=_INTEGERS.split())
+@triton.jit(do_not_specialize=_INTEGERS.split(), do_not_specialize_on_alignment=ANYWHERE)
 def attention_backward_keys(
     q_ptr,
     k_ptr,

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from tpkernels.triton.backward import _INTEGERS, _packed_base, _weights
 from tpkernels.triton.pieces import (
+    ANYWHERE,
     LOG2E,
     key_tiles,
     load_tile,
@@ -73,7 +74,7 @@ def _walk_keys(
     return dq
 
 
-@triton.jit(do_not_specialize=_INTEGERS.split())
+@triton.jit(do_not_specialize=_INTEGERS.split(), do_not_specialize_on_alignment=ANYWHERE)
 def attention_backward_queries(
     q_ptr,
     k_ptr,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from tpkernels.triton.pieces import (
+    ANYWHERE,
     LN2,
     LOG2E,
     key_tiles,
@@ -98,7 +99,7 @@ def _walk(
     return acc, total, peak
 
 
-@triton.jit(do_not_specialize=_INTEGERS.split())
+@triton.jit(do_not_specialize=_INTEGERS.split(), do_not_specialize_on_alignment=ANYWHERE)
 def attention_forward(
     q_ptr,
     k_ptr,
@@ -263,7 +264,7 @@ def _finish(acc, total, top, empty, sinks_ptr, head, valid, SINKS: tl.constexpr)
     return out, lse
 
 
-@triton.jit(do_not_specialize=_INTEGERS.split())
+@triton.jit(do_not_specialize=_INTEGERS.split(), do_not_specialize_on_alignment=ANYWHERE)
 def combine_splits(
     part_ptr,
     part_lse_ptr,

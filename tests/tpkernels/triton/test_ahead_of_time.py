@@ -38,18 +38,23 @@ SELECTION = [
 FIELDS = ("kind", "dtype", "head_dim", "value_head_dim", "group", "capability", "features")
 
 
+def _environment() -> dict[str, str]:
+    """Of a process that compiles: this one's paths, without the interpreter."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    environment.pop("TRITON_INTERPRET", None)
+    return environment
+
+
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, list[dict]]:
     """Facts of each subject's kernels, by the subject's name."""
     pytest.importorskip("triton", reason="triton is not installed")
     subjects = [dict(zip(FIELDS, row, strict=True)) for row in SELECTION]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    environment.pop("TRITON_INTERPRET", None)
     workers = []
     for half in (subjects[::2], subjects[1::2]):
         command = [sys.executable, "-m", "tpkernels.triton.ahead_of_time", "--subjects", json.dumps(half)]
         workers.append(
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environment())
         )
     rows: dict[str, list[dict]] = {}
     for worker in workers:
@@ -82,6 +87,52 @@ def test_compiled_kernels_keep_their_promises(subject, compiled):
     assert kernels - {"sink_gradient"} == expected
     broken = [f"{row['kernel']} ({row['tile']}): {', '.join(row['broken'])}" for row in rows if row["broken"]]
     assert not broken, broken
+
+
+_COUNT = """
+import collections, json, torch
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.jit import create_function_from_signature
+from tpkernels.backends import RawSettings
+from tpkernels.mask import RawMask
+from tpkernels.triton.plan_backward import plan_backward
+from tpkernels.triton.plan_forward import plan_forward
+
+target, binders, found = CUDABackend(GPUTarget("cuda", 90, 32)), {}, collections.defaultdict(set)
+heads, sums = [torch.empty(1, 4096, n, 64, dtype=torch.bfloat16) for n in (8, 2, 2)], torch.empty(2, 1, 4096, 2, 64)
+starts = torch.zeros(1, 4096, dtype=torch.int32)
+for deterministic in (False, True):
+    for start in (700, 701, 1024, 3000):
+        for tokens in (*range(2, 40), 64, 300, 1000):
+            q, out, dout, dq = (torch.empty(1, tokens, 8, 64, dtype=torch.bfloat16) for _ in range(4))
+            k, v, dk, dv = (x[:, :start + tokens] for x in (*heads[1:], *sums))
+            lse, end = torch.empty(1, 8, tokens), start + tokens
+            mask = RawMask(True, -1, -1, starts[:, start:end])
+            plan = {"settings": RawSettings(start, mask, 0.1, deterministic=deterministic), "architecture": "sm90"}
+            plan["processors"] = 16
+            launches = plan_forward(q, k, v, out=out, lse=lse, **plan)
+            launches += plan_backward(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, dsinks=None, **plan)
+            for item in launches:
+                kernel = item.kernel
+                if kernel not in binders:
+                    binders[kernel] = create_function_from_signature(kernel.signature, kernel.params, target)
+                options = {"num_warps": item.warps, "num_stages": item.stages, **item.limits}
+                _, specialization, options = binders[kernel](**item.arguments, **item.constants, **options)
+                found[f"{kernel.__name__} {deterministic}"].add((str(specialization), str(options)))
+print(json.dumps({name: len(keys) for name, keys in found.items()}))
+"""
+
+
+def test_no_length_or_start_of_a_slice_compiles_a_kernel_anew():
+    """Triton compiles a kernel anew for integers that 16 divides, for the integer 1 and for aligned pointers, unless it
+    is told not to. What remains: a forward with or without splits, a deterministic dq for few and for many rows."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    worker = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, env=_environment())
+    assert worker.returncode == 0, worker.stderr
+    kinds = {"attention_forward False": 2, "attention_backward_queries True": 2}
+    counts = json.loads(worker.stdout)
+    assert len(counts) == 9 and counts == {name: kinds.get(name, 1) for name in counts}
 
 
 @pytest.mark.parametrize("version", ["3.6", "3.7", "3.8", "3.9", ""])
