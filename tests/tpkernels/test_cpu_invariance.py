@@ -139,9 +139,11 @@ def test_dk_and_dv_of_unseen_keys_keep_their_bits(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_logits_that_rise_from_tile_to_tile(dtype):
-    """Rows whose maximum climbs by hundreds (and falls again), beside rows that stay flat: exact, and slicing-proof."""
-    case = AttentionCase(900, query_heads=2, kv_heads=1, head_dim=40, scale=1.0)
+@pytest.mark.parametrize("window", [None, 200])
+def test_logits_that_rise_from_tile_to_tile(window, dtype):
+    """Rows whose maximum climbs by hundreds (and falls again), beside rows that stay flat: exact, and slicing-proof.
+    With a window the first key of a panel depends on the slicing; where its maximum is looked at must not."""
+    case = AttentionCase(900, query_heads=2, kv_heads=1, head_dim=40, scale=1.0, window=(window, None))
     inputs = testing.make_inputs(case, dtype)
     key = torch.arange(900)
     inputs.k[0, :, 0, 0] = torch.where(key < 700, key * 0.5, (900 - key) * 0.25).to(dtype)
