@@ -10,7 +10,7 @@ versions=("$@")
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 packages=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-subset='compiled_kernels or split or packed or (results_are_as_close and (t33 or t43 or d72 or t41)) or (no_slicing and float32)'
+subset='compiled_kernels or compiles or split or packed or (results_are_as_close and (t33 or t43 or d72 or t41)) or (no_slicing and float32)'
 failed=0
 summary=()
 for version in "${versions[@]}"; do

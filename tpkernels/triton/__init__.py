@@ -93,6 +93,7 @@ class TritonBackend:
         """Writes out and lse. Raises ValueError where rows or programs of the call exceed 32 bits."""
         from tpkernels.triton import launch
         from tpkernels.triton.plan_forward import plan_forward
+        from tpkernels.triton.problem import fp32
 
         launches = plan_forward(
             q,
@@ -100,7 +101,7 @@ class TritonBackend:
             v,
             out=out,
             lse=lse,
-            settings=settings._replace(sinks=_fp32(settings.sinks)),
+            settings=settings._replace(sinks=fp32(settings.sinks)),
             architecture=_architecture(q.device),
             processors=launch.processors_of(q.device),
         )
@@ -124,6 +125,7 @@ class TritonBackend:
         """Writes dq; adds into dk, dv and dsinks. Raises ValueError as forward does."""
         from tpkernels.triton import launch
         from tpkernels.triton.plan_backward import plan_backward
+        from tpkernels.triton.problem import fp32
 
         launches = plan_backward(
             dout,
@@ -136,7 +138,7 @@ class TritonBackend:
             dk=dk,
             dv=dv,
             dsinks=dsinks,
-            settings=settings._replace(sinks=_fp32(settings.sinks)),
+            settings=settings._replace(sinks=fp32(settings.sinks)),
             architecture=_architecture(q.device),
             processors=launch.processors_of(q.device),
         )
@@ -152,7 +154,3 @@ class TritonBackend:
 
 def _architecture(device: torch.device) -> str:
     return tiles.INTERPRETER if _interpreted() else tiles.architecture(device)
-
-
-def _fp32(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().to(torch.float32).contiguous()

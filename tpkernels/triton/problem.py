@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from tpkernels.mask import RawMask
@@ -130,6 +131,11 @@ def strides(name: str, x: Tensor, unit: int) -> dict[str, int]:
     """Strides in units; that of a dimension of one is arbitrary, and 0 here."""
     batch, token, head = (s // unit if n > 1 else 0 for s, n in zip(x.stride()[:3], x.shape, strict=False))
     return {f"{name}_batch": batch, f"{name}_token": token, f"{name}_head": head}
+
+
+def fp32(sinks: Tensor | None) -> Tensor | None:
+    """One fp32 number behind the other, as the kernels read them."""
+    return None if sinks is None else sinks.detach().to(torch.float32).contiguous()
 
 
 def tiles_of(rows: int, tile: int) -> int:

@@ -20,7 +20,7 @@ from tpkernels.mask import RawMask
 from tpkernels.triton import launch, tiles
 from tpkernels.triton.plan_backward import plan_backward
 from tpkernels.triton.plan_forward import plan_forward
-from tpkernels.triton.problem import Lengths
+from tpkernels.triton.problem import Lengths, fp32
 
 
 class VarlenResult(NamedTuple):
@@ -80,7 +80,7 @@ def varlen_forward(
             v[None],
             out=out[None],
             lse=lse[None],
-            settings=RawSettings(0, mask, scale, softcap, sinks, True),
+            settings=RawSettings(0, mask, scale, softcap, fp32(sinks), True),
             architecture=_architecture(q.device),
             processors=launch.processors_of(q.device),
             lengths=lengths,
@@ -123,7 +123,7 @@ def varlen_backward(
             dk=dk[None],
             dv=dv[None],
             dsinks=dsinks,
-            settings=RawSettings(0, mask, scale, softcap, sinks, deterministic),
+            settings=RawSettings(0, mask, scale, softcap, fp32(sinks), deterministic),
             architecture=_architecture(q.device),
             processors=launch.processors_of(q.device),
             lengths=lengths,

@@ -271,6 +271,24 @@ def test_packed_sequences_equal_separate_ones(q_lengths, k_lengths, causal, dete
     assert (grads.dk[total_k:] == 0).all() and (grads.dv[total_k:] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_packed_sequences_take_sinks_as_they_lie(dtype, device):
+    """Sinks with a stride, or in another dtype than the kernels': the same as a copy of them in fp32."""
+    from tpkernels.triton.problem import Lengths
+    from tpkernels.triton.varlen import varlen_backward, varlen_forward
+
+    q, k, v, dout = (torch.randn(20, heads, 16, device=device) for heads in (4, 2, 2, 4))
+    sinks = (torch.randn(8, device=device) * 3).to(dtype)[::2]
+    cu = torch.tensor([0, 12, 20], dtype=torch.int32, device=device)
+    settings = {"lengths": Lengths(cu, cu, 12, 12), "mask": RawMask(True, -1, -1, None), "scale": 0.2}
+    results = []
+    for given in (sinks, sinks.float().contiguous()):
+        out, lse = varlen_forward(q, k, v, sinks=given, **settings)
+        grads = varlen_backward(dout, q, k, v, out, lse, sinks=given, deterministic=True, **settings)
+        results.append((out, lse, *grads))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_lengths_that_do_not_fit_are_refused(device):
     from tpkernels.triton.problem import Lengths
     from tpkernels.triton.varlen import varlen_forward
