@@ -20,7 +20,7 @@ from tpkernels import fused
 from tpkernels.fused_reference import NormValues
 from tpkernels.prefix_cache import accumulator_dtype
 
-_OWNED = "accumulates_in_place"  # attribute of a parameter
+_OWNERS = "gradient_owners"  # attribute of a parameter: how many have said so
 
 Out = Callable[[Tensor, Tensor], Tensor]
 """Where a sum is wanted: (x, residual) -> x + residual."""
@@ -58,16 +58,23 @@ class Norm(nn.Module):
 
 
 def own_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Says that the caller alone reads and replaces their `.grad`, in fp32 for 16-bit parameters."""
+    """Says that the caller alone reads and replaces their `.grad`, in fp32 for 16-bit parameters, until
+    `disown_gradients`."""
     for parameter in parameters:
-        setattr(parameter, _OWNED, True)
+        setattr(parameter, _OWNERS, getattr(parameter, _OWNERS, 0) + 1)
         if parameter.dtype.itemsize < 4:
             parameter.grad_dtype = torch.float32
 
 
+def disown_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Takes one `own_gradients` back; gradients stay as they are. A later owner keeps its own."""
+    for parameter in parameters:
+        setattr(parameter, _OWNERS, max(0, getattr(parameter, _OWNERS, 0) - 1))
+
+
 def owns_gradient(parameter: Tensor) -> bool:
-    """Whether somebody has said so."""
-    return bool(getattr(parameter, _OWNED, False))
+    """Whether somebody owns it."""
+    return getattr(parameter, _OWNERS, 0) > 0
 
 
 def owned_gradient(parameter: Tensor | None) -> Tensor | None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from terapipe.layer import own_gradients, owned_gradient
+from terapipe.layer import disown_gradients, own_gradients, owned_gradient
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -32,6 +32,20 @@ def test_an_owned_gradient_is_there_wide_enough_and_plain(dtype: torch.dtype) ->
         mine.grad_dtype = mine.grad = None
         mine.grad = torch.zeros(3, 4, dtype=torch.float64)
         assert owned_gradient(mine) is None
+
+
+def test_an_owner_that_leaves_takes_only_its_own_claim() -> None:
+    parameter = nn.Parameter(torch.randn(3))
+    parameter.grad = torch.zeros(3)
+    own_gradients([parameter])
+    own_gradients([parameter])
+    disown_gradients([parameter])
+    assert owned_gradient(parameter) is parameter.grad
+    disown_gradients([parameter])
+    assert owned_gradient(parameter) is None
+    disown_gradients([parameter])
+    own_gradients([parameter])
+    assert owned_gradient(parameter) is parameter.grad
 
 
 def test_the_engine_runs_layers_without_knowing_any() -> None:

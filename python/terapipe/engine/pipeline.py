@@ -50,6 +50,7 @@ from terapipe.engine.stage import Loss
 from terapipe.engine.start import Built, Given, LayerSource, build
 from terapipe.engine.timeline import joined_rows, own_rows
 from terapipe.engine.wiring import Expected, Wiring, link_specs, open_local_wiring, open_process_wiring
+from terapipe.layer import disown_gradients, own_gradients
 from terapipe.schedule import Plan, SlotAssignment, check, ring_slots
 from terapipe.schedule.trace import TraceEvent
 from tpkernels import Mask
@@ -125,7 +126,10 @@ class Pipeline:
         self._step_began = 0.0
         self._broken: PipelineError | None = None
         self._closed = False
-        self._let_go = weakref.finalize(self, _let_go, self._board, self._watchdog, self._wiring, os.getpid())
+        own_gradients(self._parameters.values())  # step() alone reads and replaces them
+        self._let_go = weakref.finalize(
+            self, _let_go, self._board, self._watchdog, self._wiring, list(self._parameters.values()), os.getpid()
+        )
         self._let_go.atexit = False  # a process that ends tells its peers by that
         with self.failing_in("copying the values of tied parameters"):
             copy_tied_values(self._parameters, self.census, self._wiring)
@@ -375,11 +379,14 @@ def _watch(board: FailureBoard, wiring: Wiring, stall_seconds: float) -> Watchdo
         raise
 
 
-def _let_go(board: FailureBoard, watchdog: Watchdog | None, wiring: Wiring, process: int) -> None:
+def _let_go(
+    board: FailureBoard, watchdog: Watchdog | None, wiring: Wiring, parameters: list[nn.Parameter], process: int
+) -> None:
     """What `close` does; knows no pipeline, so that a lost one can do it too."""
     if os.getpid() != process:  # a forked child has copies, and no say
         return
     if watchdog is not None:
         watchdog.stop()
     board.say_closed()
+    disown_gradients(parameters)
     wiring.close()

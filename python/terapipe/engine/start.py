@@ -22,7 +22,6 @@ from terapipe.engine.failure import Failure, PipelineError, words
 from terapipe.engine.opening import Process
 from terapipe.engine.stage import Loss, Stage
 from terapipe.engine.trial import joined, try_out
-from terapipe.layer import own_gradients
 from terapipe.schedule import Plan
 from terapipe.world import launched_world
 
@@ -126,9 +125,7 @@ def build(given: Given) -> Built:
     check_starts(starts, here=rank, trouble=trouble)
     census = take_census([start.parameters for start in starts], list(given.layers), given.ties)
     ids = joined(start.ids for start in starts)
-    built = Built(local, rank, device, stages, census, ids, [start.process for start in starts])
-    own_gradients(built.parameters().values())  # step() alone reads and replaces them
-    return built
+    return Built(local, rank, device, stages, census, ids, [start.process for start in starts])
 
 
 def _build_stage(given: Given, index: int, device: torch.device) -> Stage:

@@ -314,6 +314,21 @@ def test_split_backwards_are_refused_by_name() -> None:
     _refused(match, _make, _mixes(), plan)
 
 
+def test_a_closed_pipeline_leaves_layers_that_anybody_can_train() -> None:
+    """torch.autograd.grad returns the gradients, as if no pipeline had been there, and `.grad` stays as it was."""
+    case = replace(CASE, dtype="fp32")
+    with case.pipeline() as pipeline:
+        pipeline.step(case.batch(0))
+        block = pipeline.layers()["blocks.0"]
+    parameters = list(block.parameters())
+    before = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+    out = block(torch.randn(1, 5, 24), None, Mask(), torch.arange(5))
+    wanted = torch.autograd.grad(out.square().sum(), parameters)
+    assert all(gradient.any() for gradient in wanted)
+    for parameter, gradient in zip(parameters, before, strict=True):
+        assert parameter.grad is not None and torch.equal(parameter.grad, gradient)
+
+
 def test_a_failed_pipeline_and_a_closed_one_refuse_further_use() -> None:
     modules = _mixes()
     with _make(modules) as pipeline:
