@@ -148,6 +148,7 @@ class PyRing {
         !same(member(x, names.shape), transfer.shape))
       raise(refuse_(key, x, step_.done()));
     if (!call(x, names.is_contiguous).is(py::handle(Py_True))) x = call(x, names.contiguous);
+    if (call(x, names.is_neg).is(py::handle(Py_True))) x = call(x, names.resolve_neg); // a sign that memory does not have
     const std::byte* const from = address_of(x);
     std::byte* const slot = ring_->slot(transfer.slot);
     if (!step_.reserved()) claim(transfer);

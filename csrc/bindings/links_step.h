@@ -14,7 +14,8 @@ namespace py = pybind11;
 /// Names of a tensor's members, made once.
 struct Names {
   PyObject *dtype = made("dtype"), *shape = made("shape"), *data_ptr = made("data_ptr"), *is_cpu = made("is_cpu"),
-           *is_contiguous = made("is_contiguous"), *contiguous = made("contiguous"), *detach = made("detach");
+           *is_contiguous = made("is_contiguous"), *contiguous = made("contiguous"), *detach = made("detach"), *is_neg = made("is_neg"),
+           *resolve_neg = made("resolve_neg");
   static const Names& get() {
     static const Names* const names = new Names; // never destroyed: the interpreter may end first
     return *names;

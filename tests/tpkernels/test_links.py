@@ -171,6 +171,15 @@ def test_a_sender_waits_only_for_a_slot_and_for_everything_at_the_end(group: Any
     assert [work.waited for work in group.sent] == [1] * 4
 
 
+def test_what_is_sent_is_memory_that_says_all(group: Any) -> None:
+    """The process group reads addresses: a sign that torch only notes would be lost."""
+    link, x = DistLink(_spec(), group), torch.randn(SHAPE)
+    link.expect(_expected(link.spec))
+    link.put((1, 0, 0), torch._neg_view(x.mT.contiguous().mT.neg()))
+    sent = group.sent[0].x
+    assert torch.equal(sent, x) and sent.is_contiguous() and not sent.is_neg()
+
+
 def test_a_sum_is_handed_on_and_normed_as_by_torch_where_a_medium_has_no_kernels_for_it(group: Any) -> None:
     local, link = _local(slots=2), DistLink(_spec(), group)
     link.expect(_expected(link.spec))

@@ -78,6 +78,7 @@ def test_every_way_to_put_arrives_bitwise_and_the_slot_is_read_in_place(
         for put, expected in (
             (lambda key: sender.put(key, x), x),
             (lambda key: sender.put(key, x.mT.contiguous().mT), x),  # strided
+            (lambda key: sender.put(key, torch._neg_view(x.neg())), x),  # a sign that is only noted
             (lambda key: sender.put(key, sender.reserve(key).copy_(x)), x),
             (lambda key: sender.put(key, x, residual), x + residual),
             (lambda key: (sender.reserve(key), sender.put(key, x, residual)), x + residual),

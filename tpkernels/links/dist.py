@@ -29,6 +29,7 @@ from tpkernels.links.base import (
     name,
 )
 from tpkernels.links.door import Door, inside
+from tpkernels.memory import readable
 
 _NEVER_SENT = 1  # a tag; slices have 0
 
@@ -71,7 +72,7 @@ class DistLink(Link):
         # wait cannot deadlock.
         while len(self._sent) >= self.spec.slots:
             self._wait(self._sent.popleft()[0], key)
-        x = x.contiguous() if residual is None else x + residual
+        x = readable(x).contiguous() if residual is None else x + residual
         work = self._start(dist.isend, x, self.spec.destination, key)
         self._sent.append((work, x))
 

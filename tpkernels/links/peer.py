@@ -46,6 +46,7 @@ from tpkernels.links.base import (
 )
 from tpkernels.links.door import Door, inside
 from tpkernels.links.shm import MEET_S, SILENCE_S, TIMEOUT_S, meet, shm_missing
+from tpkernels.memory import readable
 
 if sys.platform == "linux":
     from tpkernels.links import peer_memory
@@ -435,4 +436,4 @@ def _capability(device: torch.device) -> int:
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x.contiguous().view(-1, x.shape[-1])
+    return readable(x).contiguous().view(-1, x.shape[-1])
