@@ -177,7 +177,7 @@ def _select(call: AttentionCall, requested: str | None) -> Backend:
                     "TPK_BACKEND=triton"
                 )
             if reason is None and name == "cuda":
-                reason = getattr(backend_or_none, "unproven", lambda: None)()
+                reason = getattr(backend_or_none, "unproven", lambda call: None)(call)
             if reason is None:
                 return _announce(backend_or_none, call, "first that fits")
         reasons.append(f"{name}: {reason}")

@@ -39,10 +39,6 @@ class Extension:
         """Imported when it is first needed; ImportError where it was not built."""
         return _import() if self._given is None else self._given
 
-    def device_index(self) -> int:
-        """The current device."""
-        return torch.cuda.current_device() if self.device_type == "cuda" else 0
-
     def place(self, tensor: Tensor) -> dict[str, int]:
         """Arguments for a call on the tensor's device and torch's current stream there."""
         if self.device_type != "cuda":
@@ -78,14 +74,14 @@ class CudaBackend(Extension):
         if call.head_dim not in HEAD_DIMS or call.value_head_dim != call.head_dim:
             return f"head_dim {call.head_dim}/{call.value_head_dim} is neither 64 nor 128 for keys and values alike"
         try:
-            self.module.capability(self.device_index())
+            self.module.capability(call.device_index)
         except RuntimeError as error:
             return str(error)
         return None
 
-    def unproven(self) -> str | None:
-        """Why the current device is not served without being asked for; None: it is."""
-        capability = self.module.capability(self.device_index())
+    def unproven(self, call: AttentionCall) -> str | None:
+        """Why the call's device is not served without being asked for; None: it is."""
+        capability = self.module.capability(call.device_index)
         if capability in PROVEN:
             return None
         return (
@@ -164,7 +160,7 @@ class CudaBackend(Extension):
 
     def invariance_unit(self, call: AttentionCall) -> int:
         """Tokens after which the backward's query tile, of packed (token, head) rows, starts anew."""
-        rows = int(self.module.invariance_rows(call.head_dim, self.device_index()))
+        rows = int(self.module.invariance_rows(call.head_dim, call.device_index))
         return rows // math.gcd(rows, call.query_heads // call.kv_heads)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -95,13 +96,25 @@ def test_an_old_gpu_is_refused_with_its_capability(one_gpu):
     assert CudaBackend(Device(80)).refuses(CALL) is None
 
 
+def test_what_counts_is_the_tensors_device_and_not_the_current_one(registry):
+    class Two(Device):
+        def capability(self, device):
+            self._capability = (90, 70)[device]
+            return super().capability(device)
+
+    registry.setattr(cuda, "PROVEN", frozenset({90}))
+    second = replace(CALL, device_index=1)
+    assert CudaBackend(Two()).refuses(CALL) is None and CudaBackend(Two()).unproven(CALL) is None
+    assert "device 1 has compute capability 7.0" in str(CudaBackend(Two()).refuses(second))
+
+
 def test_it_is_used_by_request_until_its_tests_have_passed_on_the_architecture(registry):
     assert backends.select(CALL).name == "triton"
     assert backends.select(CALL, "cuda").name == "cuda"
     registry.setattr(cuda, "PROVEN", frozenset({90}))
     backends._select.cache_clear()
     assert backends.select(CALL).name == "cuda"
-    reason = CudaBackend(Device(80)).unproven()
+    reason = CudaBackend(Device(80)).unproven(CALL)
     assert reason is not None and "compute capability 8.0 yet; ask for it with backend='cuda'" in reason
 
 
