@@ -141,11 +141,10 @@ template <class Core> struct Backward {
     }
     float* row(int64_t r) const { return reinterpret_cast<float*>(const_cast<char*>(rows.row(first_key + r))); }
     float* at(int64_t panel, int64_t key) const { return data + panel * panel_stride + key * row_stride; }
-    // Calls of `part` 0 to parts - 1 bring `keys` rows into L2 that are added to where they lie, while other work runs.
-    TPK_INLINE void prefetch(int64_t key, int64_t keys, int64_t part, int64_t parts) const {
+    // Rows that are added to where they lie, into L2.
+    TPK_INLINE void prefetch(int64_t begin, int64_t end) const {
       if (copied) return;
-      for (int64_t r = key + keys * part / parts; r < key + keys * (part + 1) / parts; ++r)
-        for (int64_t d = 0; d < dim; d += 16) prefetch_l2(row(r) + d);
+      for (int64_t r = begin; r < end; ++r) prefetch_row(rows, first_key + r, dim);
     }
     void finish() const {
       if (!copied) return;
@@ -159,6 +158,25 @@ template <class Core> struct Backward {
         }
     }
     int64_t used_lanes(int64_t panel) const { return dim - panel * L < L ? dim - panel * L : L; }
+  };
+
+  // What comes next, brought into L2 a few rows at a time between products: as many as wait for memory at once. Together they made up a
+  // quarter of a long prefix's time when they came with the first use.
+  struct Upcoming {
+    const AccumulatorTile &dk, &dv;
+    const Rows &k, &v;
+    bool sums;         // this query tile is the first to add to dk and dv
+    int64_t next_tile; // first key of the tile after this one while the last query tile is at work, else -1
+    int64_t key, keys, panel, panels;
+
+    // Part 0 to 3 of the panel's share of `keys` rows.
+    TPK_INLINE void fetch(int64_t part) const {
+      const AccumulatorTile& of = part < 2 ? dk : dv;
+      const int64_t share = panel * 2 + part % 2, begin = key + keys * share / (panels * 2), end = key + keys * (share + 1) / (panels * 2);
+      if (sums) of.prefetch(begin, end);
+      if (next_tile < 0) return;
+      for (int64_t r = begin; r < end; ++r) prefetch_row(part < 2 ? k : v, next_tile + r, of.dim);
+    }
   };
 
   static int64_t head_bytes(const BackwardParams& params) { return HeadMemory(Sizes(params), nullptr).bytes; }
@@ -183,6 +201,11 @@ template <class Core> struct Backward {
     tile.empty = true;
     for (int64_t panel = 0; panel < tile.panels; ++panel) {
       const int64_t row = panel * L, count = rows - row < L ? rows - row : L;
+      for (int64_t r = row; r < row + count; ++r) prefetch_row(out, first_row + r, shape.value_head_dim);
+      for (int64_t r = row + L; r < row + 2 * L && r < rows; ++r) {
+        prefetch_row(q, first_row + r, shape.head_dim);
+        prefetch_row(dout, first_row + r, shape.value_head_dim);
+      }
       const uint16_t of_panel = Core::pack_lanes(tile.q_lanes + panel * n.depth * L, q, first_row + row, count, shape.head_dim, sign);
       if (of_panel > largest) largest = of_panel;
       Core::pack_lanes(tile.dout_lanes + panel * n.value_depth * L, dout, first_row + row, count, shape.value_head_dim, 1.0f);
@@ -257,7 +280,8 @@ template <class Core> struct Backward {
     const AccumulatorTile dk(memory.dk, params.dk, head, first_key, count, shape.head_dim, n.tiles);
     const AccumulatorTile dv(memory.dv, params.dv, head, first_key, count, shape.value_head_dim, n.tiles);
 
-    bool first = true; // the accumulators are not in L2 yet
+    const int64_t next_tile = end_key + backward_key_tile <= shape.keys ? end_key : -1;
+    bool first = true; // nothing was added to dk and dv yet
     for (int64_t i = n.tiles - 1; i >= 0; --i) {
       QueryTile& tile = queries.tiles[i];
       if (tile.skipped(first_key, end_key)) continue;
@@ -268,8 +292,8 @@ template <class Core> struct Backward {
       for (int64_t panel = 0; panel < tile.panels; ++panel)
         for (int64_t key = begin, next; key < end; key = next) {
           next = key + Core::gradient_keys < end ? key + Core::gradient_keys : end;
-          if (first) dk.prefetch(key, next - key, panel, tile.panels), dv.prefetch(key, next - key, panel, tile.panels);
-          gradients(params, n, tile, panel, first_key, key, next, stride, checked || tile.checked, memory);
+          const Upcoming upcoming{dk, dv, k, v, first, i == 0 ? next_tile : -1, key, next - key, panel, tile.panels};
+          gradients(params, n, tile, panel, first_key, key, next, stride, checked || tile.checked, memory, upcoming);
         }
       first = false;
       // Rows outside: both panels of a block read the same rows of P or dS, the second time from L1.
@@ -299,7 +323,7 @@ template <class Core> struct Backward {
 
   // P and dS of keys [begin, end) of the tile (at most Core::gradient_keys) for one panel: scores first, all at once, then elementwise.
   static void gradients(const BackwardParams& params, const Sizes& n, const QueryTile& tile, int64_t panel, int64_t first_key,
-                        int64_t begin, int64_t end, int64_t width, bool checked, const ThreadMemory& memory) {
+                        int64_t begin, int64_t end, int64_t width, bool checked, const ThreadMemory& memory, const Upcoming& upcoming) {
     const PanelIntervals& interval = tile.intervals[panel];
     const float scale = params.scale == 0 ? 1.0f : std::fabs(params.scale);
     const bool capped = params.softcap > 0;
@@ -308,10 +332,13 @@ template <class Core> struct Backward {
     while (begin < end && hidden(begin)) clear(memory, panel, begin, width), begin += key_chunk;
     while (begin < end && hidden(end - key_chunk)) end -= key_chunk, clear(memory, panel, end, width);
     if (begin == end) return;
+    upcoming.fetch(0);
     Core::template multiply<Update::store>(memory.scores, L, Core::rows_view(memory.k, n.depth).rows_from(begin),
                                            tile.q_lanes + panel * n.depth * L, L, end - begin, n.depth);
+    upcoming.fetch(1);
     Core::template multiply<Update::store>(memory.dp, L, Core::rows_view(memory.v, n.value_depth).rows_from(begin),
                                            tile.dout_lanes + panel * n.value_depth * L, L, end - begin, n.value_depth);
+    upcoming.fetch(2);
     for (int64_t chunk = begin; chunk < end; chunk += key_chunk) {
       const bool masked = !interval.full(first_key + chunk, first_key + chunk + key_chunk);
       float *scores = memory.scores + (chunk - begin) * L, *dp = memory.dp + (chunk - begin) * L;
@@ -330,6 +357,7 @@ template <class Core> struct Backward {
                                              memory.ds_depth + (panel * backward_key_tile + chunk) * L};
       score_gradients<Core>(chunk_of, {capped, masked, checked});
     }
+    upcoming.fetch(3);
   }
 
   // P and dS of a chunk that no row of the panel sees.

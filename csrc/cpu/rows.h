@@ -27,6 +27,10 @@ struct Rows {
   }
 };
 
+TPK_INLINE void prefetch_row(const Rows& rows, int64_t index, int64_t dim) {
+  for (int64_t byte = 0; byte < dim * dtype_bytes(rows.dtype); byte += 64) prefetch_l2(rows.row(index) + byte);
+}
+
 // Which of a panel's rows is at a place.
 using Order = int64_t (*)(int64_t place);
 constexpr int64_t in_order(int64_t place) { return place; }
