@@ -139,6 +139,17 @@ template <class Core> struct Forward {
     }
   }
 
+  // This turn's share of the next key tile's rows, into L2: few lines at a time, as only 16 can wait at once. All at their first use took a
+  // fifth of a long prefix's time.
+  static TPK_INLINE void fetch_next(const Walk& w, const Rows& of, const KeyTile& tile, int64_t panel, int64_t panels, int64_t key,
+                                    int64_t dim) {
+    const int64_t next = tile.first_key + forward_key_tile;
+    if (next + forward_key_tile > w.end_key) return;
+    constexpr int64_t turns = forward_key_tile / Core::softmax_keys;
+    const int64_t share = panel * turns + key / Core::softmax_keys, parts = panels * turns;
+    for (int64_t r = forward_key_tile * share / parts; r < forward_key_tile * (share + 1) / parts; ++r) prefetch_row(of, next + r, dim);
+  }
+
   // One panel over one key tile: scores and softmax in turns of Core::softmax_keys, which stay in L1, then the product with V at once.
   static void attend(const Walk& w, const Memory& memory, const KeyTile& tile, int64_t panel) {
     static_assert(!Core::in_place || Core::softmax_keys == forward_key_tile);
@@ -161,8 +172,10 @@ template <class Core> struct Forward {
       end = key / Core::softmax_keys * Core::softmax_keys + Core::softmax_keys;
       if (end > range.end) end = range.end;
       float* scores = memory.scores + (Core::in_place ? key * L : 0);
+      fetch_next(w, w.k, tile, panel, memory.panels, key, w.params.shape.head_dim);
       Core::template multiply<Update::store>(scores, L, tile.k.rows_from(key), memory.q + panel * memory.depth * L, L, end - key,
                                              memory.depth);
+      fetch_next(w, w.v, tile, panel, memory.panels, key, w.params.shape.value_head_dim);
       prepare_scores(w, interval, tile.first_key, {key, end}, scores);
       if (!softmax(checked, scores, memory.p + key * L, end - key, w.scale_log2, state)) continue;
       // The reference moved: what was added before it must be, and then fades.
