@@ -160,8 +160,8 @@ template <class Core> struct Backward {
     int64_t used_lanes(int64_t panel) const { return dim - panel * L < L ? dim - panel * L : L; }
   };
 
-  // What comes next, brought into L2 a few rows at a time between products: as many as wait for memory at once. Together they made up a
-  // quarter of a long prefix's time when they came with the first use.
+  // What comes next, brought into L2 between products, few lines at a time: only 16 can wait at once, and whole chunks at once stood still
+  // for them (loads of K and V and such prefetches were a quarter of the samples of 256 tokens behind 7936).
   struct Upcoming {
     const AccumulatorTile &dk, &dv;
     const Rows &k, &v;

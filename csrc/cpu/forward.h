@@ -139,8 +139,7 @@ template <class Core> struct Forward {
     }
   }
 
-  // This turn's share of the next key tile's rows, into L2: few lines at a time, as only 16 can wait at once. All at their first use took a
-  // fifth of a long prefix's time.
+  // This turn's share of the next key tile's rows, into L2: few lines at a time, as only 16 can wait at once.
   static TPK_INLINE void fetch_next(const Walk& w, const Rows& of, const KeyTile& tile, int64_t panel, int64_t panels, int64_t key,
                                     int64_t dim) {
     const int64_t next = tile.first_key + forward_key_tile;
