@@ -148,7 +148,7 @@ def invariance_unit(
         kv_heads=kv_heads,
         head_dim=head_dim,
         value_head_dim=head_dim if value_head_dim is None else value_head_dim,
-        window=mask.window != (None, None),
+        window=mask.window_left >= 0 or mask.window_right >= 0,
         softcap=softcap != 0,
         sinks=sinks,
         documents=mask.document_starts is not None,

@@ -139,8 +139,7 @@ class Mask:
                 "positions"
             )
         absolute = torch.arange(start, start + length, device=starts.device)
-        relative = absolute - starts[:, start : start + length]
-        return relative if device is None else relative.to(device)
+        return (absolute - starts[:, start : start + length]).to(device)
 
     @property
     def window_left(self) -> int:

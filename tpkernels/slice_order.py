@@ -132,7 +132,7 @@ def starts_backward(piece: Slice, generation: int, position: Tensor, progress: T
             "used by another cache, since the backward of the slice after it; reset() the cache and run the forward "
             "again"
         )
-    if first and preloaded > piece.end:
+    if preloaded > piece.end:  # none once a sweep has started
         raise ValueError(
             f"prefix_attention: {preloaded} rows were preloaded into the GradientAccumulator but the cache holds "
             f"{piece.end} tokens; preload at most as many rows"

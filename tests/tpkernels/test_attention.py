@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from tpkernels import Mask, PrefixCache, invariance_unit, prefix_attention, testing
+from tpkernels import Mask, PrefixCache, backends, invariance_unit, prefix_attention, testing
 from tpkernels.testing import CASES, AttentionCase
 
 
@@ -86,6 +86,25 @@ def test_deterministic_results_do_not_depend_on_the_slicing(backend, dtype):
             assert torch.equal(getattr(whole, name), getattr(result, name)), (slices, name)
 
 
+MASKS = [Mask(window=[None, None]), Mask(window=(3, None)), Mask(window=(None, 2)), Mask.from_documents([4])]
+
+
+@pytest.mark.parametrize(
+    "used",
+    [{}, {"softcap": 2.0}, {"sinks": torch.zeros(6)}, {"value_head_dim": 3}, *({"mask": mask} for mask in MASKS)],
+    ids=["nothing", "softcap", "sinks", "value head dim", "no window", "left", "right", "documents"],
+)
+def test_the_unit_is_that_of_the_call_which_attention_makes(used, monkeypatch):
+    """A backend's unit may depend on all that a call says of itself."""
+    calls = []
+    monkeypatch.setattr(backends, "select", lambda call, requested: calls.append(call) or backends.get("cpu"))
+    q, k, v = (torch.randn(1, 4, *size) for size in ((6, 8), (2, 8), (2, used.get("value_head_dim", 8))))
+    options = {name: value for name, value in used.items() if name != "value_head_dim"}
+    prefix_attention(q, k, v, deterministic=True, **options)
+    invariance_unit(query_heads=6, kv_heads=2, head_dim=8, **used | ({"sinks": True} if "sinks" in used else {}))
+    assert calls[0] == calls[1]
+
+
 # ---- gradients for what needs them -----------------------------------------------------------------------------------
 
 
@@ -108,6 +127,19 @@ def test_only_what_needs_a_gradient_gets_one(wanted, cached, backend):
         assert (leaf.grad is not None) == leaf.requires_grad
         if leaf.grad is not None:
             torch.testing.assert_close(leaf.grad, getattr(full, f"d{name}"))
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(5, 9), (9, 5)])
+def test_a_start_without_a_cache_may_say_what_is_so(queries, keys, backend):
+    q, k = torch.randn(1, queries, 2, 8), torch.randn(1, keys, 1, 8)
+    expected = prefix_attention(q, k, k, backend=backend)
+    assert torch.equal(prefix_attention(q, k, k, start=keys - queries, backend=backend), expected)
+
+
+def test_one_row_of_documents_is_that_of_the_whole_batch(backend):
+    q, mask = torch.randn(3, 7, 2, 8), Mask.from_documents([4, 3])
+    expected = [prefix_attention(row, row, row, mask=mask, backend=backend) for row in q.split(1)]
+    torch.testing.assert_close(prefix_attention(q, q, q, mask=mask, backend=backend), torch.cat(expected))
 
 
 def test_lse_and_dtypes(backend):

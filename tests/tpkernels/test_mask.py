@@ -56,6 +56,7 @@ def test_documents_give_absolute_starts_and_relative_positions():
     assert mask.positions(1, 3).tolist() == [[1, 0, 1], [0, 1, 2]]
     assert mask.positions(1, 3).dtype == torch.int64
     assert Mask().positions(4, 2).tolist() == [[4, 5]]
+    assert all(given.positions(1, 3, "meta").is_meta for given in (mask, Mask()))
     assert Mask.from_documents(cu_seqlens=torch.tensor([0, 2, 2, 5])).document_starts.tolist() == [[0, 0, 2, 2, 2]]
     assert Mask.from_documents([2, 0, 3]).document_starts.tolist() == [[0, 0, 2, 2, 2]]
 
