@@ -17,7 +17,7 @@ from terapipe.schedule.flat import core, flat_schedule
 from terapipe.schedule.grid import ScheduleError, schedule_error
 from terapipe.schedule.schedule import Place, Schedule
 from terapipe.schedule.simulate import runs_to_its_end
-from terapipe.schedule.slots import SlotAssignment, assign_slots, releasing_action
+from terapipe.schedule.slots import SlotAssignment, releasing_action, require_own_slots
 from terapipe.schedule.transfers import (
     Link,
     Transfer,
@@ -32,13 +32,16 @@ __all__ = ["ScheduleError", "check"]
 
 
 def check(schedule: Schedule, slots: SlotAssignment | None = None) -> None:
-    """ScheduleError unless `schedule` can run with `slots` (those that `assign_slots` gives if None)."""
+    """ScheduleError unless `schedule` can run with `slots` (if None, those of `assign_slots`, for which no put waits);
+    ValueError for slots of another schedule."""
     if _sound(schedule) and runs_to_its_end(schedule, slots):
         return
     for rule in (_indices, _one_rank_per_stage, _each_action_once, _order_on_a_stage, _order_on_links):
         rule(schedule)
     _no_cycle(schedule, None)
-    _no_cycle(schedule, assign_slots(schedule) if slots is None else slots)
+    if slots is not None:
+        require_own_slots(schedule, slots)
+        _no_cycle(schedule, slots)
 
 
 def _sound(schedule: Schedule) -> bool:

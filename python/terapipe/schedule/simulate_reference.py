@@ -15,10 +15,9 @@ from terapipe.schedule.grid import schedule_error
 from terapipe.schedule.prices import action_costs, link_price, mean_costs, occupancy
 from terapipe.schedule.schedule import Schedule
 from terapipe.schedule.simulation import Flight, Simulation
-from terapipe.schedule.slots import SlotAssignment, releasing_action
+from terapipe.schedule.slots import SlotAssignment, releasing_action, require_own_slots
 from terapipe.schedule.transfers import (
     Transfer,
-    link_transfers,
     producers,
     sending_action,
     sent_by,
@@ -35,8 +34,8 @@ def simulate_reference(
     slots: SlotAssignment | None = None,
 ) -> Simulation:
     """`simulate` without the C++ core: equal results, far slower."""
-    if slots is not None and dict(slots.order) != link_transfers(schedule):
-        raise ValueError("the slots are of another schedule; assign_slots(schedule) gives this one's")
+    if slots is not None:
+        require_own_slots(schedule, slots)
     actions = tuple(schedule.actions())
     values = action_costs(schedule, costs)
     run = _run(schedule, dict(zip(actions, values, strict=True)), links, slots)

@@ -83,6 +83,12 @@ def releasing_action(schedule: Schedule, transfer: Transfer, *, resident: bool =
     return schedule.last_backward(transfer.stage, transfer.micro, transfer.slice)
 
 
+def require_own_slots(schedule: Schedule, slots: SlotAssignment) -> None:
+    """ValueError if `slots` are those of other transfers than `schedule` has."""
+    if dict(slots.order) != link_transfers(schedule):
+        raise ValueError("the slots are of another schedule; assign_slots(schedule) gives this one's")
+
+
 def assign_slots(
     schedule: Schedule,
     *,
