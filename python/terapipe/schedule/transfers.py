@@ -113,10 +113,3 @@ def taking_action(schedule: Schedule, transfer: Transfer) -> Action:
     if transfer.link.direction == "F":
         return Action(transfer.stage, FORWARD, transfer.micro, transfer.slice)
     return schedule.gradient_action(transfer.stage, transfer.micro, transfer.slice)
-
-
-def releasing_action(schedule: Schedule, transfer: Transfer, *, resident: bool = True) -> Action:
-    """The action after which the transfer's slot is free: the last backward of the slice, or the take if copied out."""
-    if not resident:
-        return taking_action(schedule, transfer)
-    return schedule.last_backward(transfer.stage, transfer.micro, transfer.slice)
