@@ -62,7 +62,8 @@ def test_interleaved_schedules_run_at_every_size(chunks, interpret):
     for ranks, micros, slices in SMALL:
         schedule = seq_interleaved(ranks, micros, slices, chunks=chunks)
         check(schedule)
-        assert interpret(schedule, stages=ranks * chunks, micros=micros, slices=slices).problem is None
+        assert (schedule.stages, schedule.micros, schedule.slices) == (ranks * chunks, micros, slices)
+        assert interpret(schedule).problem is None
         assert [schedule.rank_stages(r) for r in range(ranks)] == [
             tuple(range(r, ranks * chunks, ranks)) for r in range(ranks)
         ]
@@ -83,7 +84,7 @@ def test_split_backwards_keep_no_more_alive_and_are_never_slower(interpret):
         for ahead in (1, 2):
             split = seq_zero_bubble(ranks, micros, slices, warmup_per_hop=ahead)
             check(split)
-            assert interpret(split).problem is None
+            assert interpret(split, stages=ranks, micros=micros, slices=slices).problem is None
             whole = seq_1f1b(ranks, micros, slices, warmup_per_hop=ahead)
             fast = simulate(split, costs_per_slice(forward=1, input_grad=1, weight_grad=1))
             slow = simulate(whole, costs_per_slice(forward=1, backward=2))
@@ -110,6 +111,18 @@ def test_what_a_split_backward_gains(ranks, micros, slices, attention, whole, sp
     )
     assert one.bubble.share == pytest.approx(whole, abs=6e-4)
     assert two.bubble.share == pytest.approx(split, abs=6e-4)
+
+
+def test_a_schedule_by_name_has_the_sizes_asked_for_and_the_functions_defaults():
+    for generator in GENERATORS.values():
+        slices = [3] * generator.takes_slices
+        assert generator(2, 4, *slices) == generator.make(2, 4, *slices)
+        if generator.takes_warmup_per_hop:
+            assert generator(2, 4, 3, warmup_per_hop=2) == generator.make(2, 4, 3, warmup_per_hop=2)
+            assert generator(2, 4, 3) == generator.make(2, 4, 3, warmup_per_hop=1)
+        if generator.takes_chunks:
+            assert generator(2, 4, chunks=1).stages == 2 and generator(2, 4).stages == 2 * 2
+        assert any(action.kind == "W" for action in generator(2, 4).actions()) == generator.splits_backward
 
 
 def test_what_a_schedule_does_not_have_is_refused():

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -117,5 +119,16 @@ def test_bad_plan_files_are_refused(name):
 
 
 def test_a_plan_made_by_hand_is_checked_too():
+    made = Plan([np.int64(1), 2], 2, 1, [[0, 1], [1, 2]], seq_1f1b(2, 2, 2))
+    assert (made.slices, made.stages) == ((1, 2), ((0, 1), (1, 2))) and type(made.slices[0]) is int
+    assert made.to_json().count('"schedule"') == 1 and '\n    "1: 1F0.0' in made.to_json()  # one rank a line
+    for changes, words in (
+        ({"slices": (3, 0)}, "length of slice 1 must be at least 1, got 0"),
+        ({"micros": 2.0}, r"micros must be a whole number, got 2\.0"),
+        ({"micro_size": 0}, "micro_size must be at least 1, got 0"),
+        ({"stages": ((0, 1), (2, 3))}, "stage 1 begins at layer 2, expected 1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            dataclasses.replace(made, **changes)
     with pytest.raises(ValueError, match="the plan has 2 slices but its schedule has 1; make them agree"):
         Plan((1, 2), 2, 1, ((0, 1), (1, 2)), one_f_one_b(2, 2))

@@ -236,6 +236,10 @@ def test_costs_that_are_no_times_are_refused(bad):
         simulate(gpipe(1, 1), costs_per_slice(forward=bad, backward=1))
 
 
+def test_what_takes_no_time_has_no_bubble():
+    assert simulate(gpipe(2, 2), lambda action: 0, links=LinkCost()).bubble.share == 0
+
+
 def test_missing_costs_are_named():
     with pytest.raises(ValueError, match=r"no entry for 0B0\.0"):
         simulate(gpipe(1, 1), {F(0, 0): 1})

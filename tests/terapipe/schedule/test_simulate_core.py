@@ -50,16 +50,25 @@ NUMBERS = {
 }
 
 
+SIZES = (
+    lambda action: 100 + 7 * action.slice,
+    lambda action: 0.1 * (1 + action.slice),
+    lambda action: Fraction(1 + action.slice, 3),
+)
+
+
 def assert_equal(found, expected) -> None:
     assert found == expected  # schedule, starts, ends, puts, arrivals, makespans without links and at the means
     assert found.flights == expected.flights and found.start == expected.start and found.end == expected.end
     assert (found.makespan, found.bubble) == (expected.makespan, expected.bubble)
     for rank in range(found.schedule.ranks):
-        for size in (None, lambda action: 100 + 7 * action.slice, lambda action: 0.1 * (1 + action.slice)):
+        for size in (None, *SIZES):
             sizes = expected._sizes(rank, size)
             steps = live_reference(expected, rank, sizes)
             assert found.live(rank, size) == steps
             assert found.peak_live(rank, size) == max(step.slices for step in steps)
+    for size in SIZES:
+        assert found.peaks(size) == tuple(found.peak_live(rank, size) for rank in range(found.schedule.ranks))
 
 
 def run_both(schedule, costs, **options):
@@ -81,7 +90,7 @@ def run_both(schedule, costs, **options):
     shape=st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(1, 2)),
     make=st.sampled_from(["terapipe", "seq_1f1b", "split", "looped", "shuffled"]),
     numbers=st.sampled_from(sorted(NUMBERS)),
-    prices=st.sampled_from(["none", "one", "each", "by slice"]),
+    prices=st.sampled_from(["none", "one", "each", "by transfer"]),
     kind=st.sampled_from(["none", "plan", "demand", "ring", "resident ring", "rendezvous", "another's"]),
     seed=st.integers(0, 10**6),
 )
@@ -103,7 +112,9 @@ def test_equals_the_twin(shape, make, numbers, prices, kind, seed, split_backwar
         "ring": lambda: ring_slots(schedule, rng.randint(1, 3)),
         "resident ring": lambda: ring_slots(schedule, rng.randint(1, 3), resident=True),
         "rendezvous": lambda: rendezvous(schedule),
-        "another's": lambda: assign_slots(terapipe(ranks, micros, slices + 1)),
+        "another's": lambda: assign_slots(
+            terapipe(*rng.choice([(ranks, micros, slices + 1), (ranks + 1, micros, slices)]))
+        ),
     }[kind]()
     if make == "shuffled":  # mostly a deadlock, or sends in another order than the takes
         orders = [list(order) for order in schedule.orders]
@@ -119,7 +130,9 @@ def test_equals_the_twin(shape, make, numbers, prices, kind, seed, split_backwar
         "none": lambda: None,
         "one": lambda: LinkCost(number(rng), 3.0, 2),
         "each": lambda: {link: LinkCost(number(rng), *rng.choice([(), (2, 3)])) for link in links(schedule)},
-        "by slice": lambda: LinkCost(number(rng), 1, lambda transfer: table[transfer.slice]),
+        "by transfer": lambda: LinkCost(
+            number(rng), 1, lambda transfer: table[(transfer.micro + transfer.slice) % slices]
+        ),
     }[prices]()
     if kind == "another's" and make != "shuffled" and links(schedule):
         for run in (simulate, simulate_reference):
@@ -129,6 +142,37 @@ def test_equals_the_twin(shape, make, numbers, prices, kind, seed, split_backwar
     found = run_both(schedule, costs, links=price, slots=slots)
     if found is not None and numbers in ("whole", "float"):
         assert found.core is not None
+
+
+MOST = 2**51 - 1  # twelve of them are whole in an int64 and not in a double
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward"),
+    [
+        ((1, 1, 1), (1, 2, 4)),
+        ((1, 1, 1), (0.1, 0.2, 0.4)),
+        ((1, 2, 4), (0.1, 0.2, 0.4)),
+        ((0.1, 0.2, 0.4), (1, 2, 4)),
+        ((1, 2, 2**61 + 1), (1, 2**62 - 1, 3)),
+        ((MOST, MOST, MOST), (MOST, MOST, 0.5)),
+        ((1.0, 2.0, 0.5), (0.25, MOST, 1)),
+    ],
+    ids=str,
+)
+def test_kinds_of_action_may_differ_in_kind_of_number(forward, backward):
+    """Whose mean is exact for one and rounded for the other, or that no one format of the core holds."""
+    for schedule in (seq_1f1b(1, 2, 3), seq_1f1b(3, 2, 3)):
+        run_both(schedule, costs_per_slice(forward=forward, backward=backward))
+
+
+def test_slots_serve_an_equal_schedule_and_no_other():
+    schedule = seq_1f1b(2, 2, 2)
+    slots = ring_slots(schedule, 1)
+    expected = simulate(schedule, lambda action: 1, slots=slots)
+    assert_equal(simulate(Schedule(schedule.orders), lambda action: 1, slots=slots), expected)
+    with pytest.raises(ValueError, match="the slots are of another schedule"):
+        simulate(seq_1f1b(2, 3, 2), lambda action: 1, slots=slots)
 
 
 def test_slots_of_a_split_backward_are_held_until_its_weight_gradient(split_backward):
@@ -234,6 +278,8 @@ def test_costs_may_be_an_array():
     [
         (LinkCost(-1.0), r"latency of 0->1F must be a finite number of seconds from 0 up, got -1\.0"),
         (LinkCost(float("nan")), "latency of 0->1F must be"),
+        (LinkCost(float("inf")), "latency of 0->1F must be"),
+        (LinkCost(0, 1.0, float("inf")), "must keep its link busy for a finite time from 0 up, got inf s"),
         (LinkCost(0, 0.0, 1), r"bandwidth of 0->1F must be above 0 bytes a second, got 0\.0"),
         (LinkCost(0, 1.0, -5), r"0->1F micro 0 slice 0 must keep its link busy for a finite time from 0 up, got -5\.0"),
         ({Link(1, 0, "B"): LinkCost()}, "the link costs have no entry for 0->1F"),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from terapipe.schedule import (
     Schedule,
+    ScheduleError,
     assign_slots,
     check,
     clock_order,
@@ -126,7 +127,9 @@ def test_uses_of_a_slot_are_chained():
     assert [slots.previous(t) for t in forward] == [None, *forward[:2]]
     assert [slots.use(t) for t in forward] == [1, 2, 3]
     assert [slots.use(t) for t in backward] == [1, 2, 3]
-    assert {rendezvous(schedule).slots(link) for link in slots.order} == {0}
+    without = rendezvous(schedule)
+    assert {without.slots(link) for link in slots.order} == {0}
+    assert {(without.previous(t), without.use(t)) for t in (*forward, *backward)} == {(None, 1)}
     assert [ring_slots(schedule, 2).slot(t) for t in forward] == [0, 1, 0]
 
 
@@ -144,6 +147,13 @@ def test_the_core_gives_the_slots_of_the_python_twin(resident):
             found = assign_slots(schedule, resident=resident, **options)
             assert found == assign_slots_reference(schedule, resident=resident, **options)
         assert dict(ring_slots(schedule, 3).order) == link_transfers(schedule)
+
+
+def test_what_the_core_cannot_hold_gets_its_slots_in_python():
+    micro = 2**40
+    schedule = Schedule.from_text(f"0: 0F{micro}.0 0B{micro}.0\n1: 1F{micro}.0 1B{micro}.0")
+    assert clock_order(schedule) == tuple(schedule[0][:1] + schedule[1] + schedule[0][1:])
+    assert set(assign_slots(schedule).counts.values()) == {1}
 
 
 def test_a_hundred_thousand_actions_take_a_moment():
@@ -172,3 +182,5 @@ def test_bad_requests():
     stuck = Schedule.from_text("0: 0B0.0 0F0.0\n1: 1F0.0 1B0.0")
     with pytest.raises(ValueError, match=r"rank 0 cannot run 0B0\.0 before 0F0\.0 and 1B0\.0"):
         clock_order(stuck)
+    with pytest.raises(ScheduleError, match="the ranks wait for each other"):
+        assign_slots(stuck)
