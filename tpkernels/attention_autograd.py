@@ -149,14 +149,7 @@ class _Transformed(_PrefixAttention):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
-        # With create_graph, torch.func (whose tensors are wrapped; apply unwraps them) and batched gradients.
-        watched = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
-        try:
-            return _gradients(ctx, dout, _Gradient.apply if watched else backward_op)
-        except RuntimeError:
-            if "Batched" in str(torch._C._dispatch_keys(dout)):  # is_grads_batched: nothing else shows it
-                _Transformed.vmap(None, None)
-            raise
+        return _gradients(ctx, dout, _Gradient.apply)  # torch.func's tensors are wrapped; apply unwraps them
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -200,4 +193,15 @@ class _Eager(torch.autograd.Function):
         _PrefixAttention.setup_context(ctx, inputs, output)
         return output
 
-    backward, jvp = staticmethod(_Transformed.backward), staticmethod(_Transformed.jvp)
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
+        # With create_graph, and where a transform of torch.func looks on only now.
+        watched = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
+        try:
+            return _gradients(ctx, dout, _Gradient.apply if watched else backward_op)
+        except RuntimeError:
+            if "Batched" in str(torch._C._dispatch_keys(dout)):  # is_grads_batched: nothing else shows it
+                _Transformed.vmap(None, None)
+            raise
+
+    jvp = staticmethod(_Transformed.jvp)

@@ -137,9 +137,13 @@ def test_a_start_without_a_cache_may_say_what_is_so(queries, keys, backend):
 
 
 def test_one_row_of_documents_is_that_of_the_whole_batch(backend):
-    q, mask = torch.randn(3, 7, 2, 8), Mask.from_documents([4, 3])
-    expected = [prefix_attention(row, row, row, mask=mask, backend=backend) for row in q.split(1)]
-    torch.testing.assert_close(prefix_attention(q, q, q, mask=mask, backend=backend), torch.cat(expected))
+    """And holds from the first key on, where there are more queries than keys."""
+    q, k, mask = torch.randn(3, 9, 2, 8), torch.randn(3, 7, 2, 8), Mask.from_documents([4, 3])
+    pairs = zip(q[:, 2:].split(1), k.split(1), strict=True)
+    expected = [prefix_attention(*pair, pair[1], mask=mask, backend=backend) for pair in pairs]
+    out = prefix_attention(q, k, k, mask=mask, backend=backend)
+    torch.testing.assert_close(out[:, 2:], torch.cat(expected))
+    assert not out[:, :2].any()
 
 
 def test_lse_and_dtypes(backend):
@@ -279,6 +283,9 @@ def test_functional_gradients_are_those_of_backward(backend, sinks):
     for found in (torch.func.grad(loss, everything)(*inputs), torch.func.vjp(loss, *inputs)[1](torch.tensor(1.0))):
         for gradient, leaf in zip(found, leaves, strict=True):
             assert torch.equal(gradient, leaf.grad)
+    pull_back = torch.func.vjp(loss, *inputs)[1]
+    with torch.no_grad():  # as an optimizer calls it, when the transform has ended
+        assert torch.equal(pull_back(torch.tensor(1.0))[0], leaves[0].grad)
 
 
 def _transformations(backend):
@@ -293,6 +300,7 @@ def _transformations(backend):
         return prefix_attention(x, x, x, cache, backend=backend).sum()
 
     cache = PrefixCache(1, 6, 2, 8)
+    out = attend(leaf)
     once = torch.autograd.grad(attend(leaf).sum(), leaf, create_graph=True)[0]
     batched = torch.randn(3, *q.shape)
     vmap, forward = "does not run under torch.vmap.*use the batch dimension", "no forward-mode derivative.*use backward"
@@ -301,6 +309,10 @@ def _transformations(backend):
         "jacrev": (lambda: torch.func.jacrev(attend)(q), vmap),
         "batched gradients": (lambda: torch.autograd.grad(attend(leaf), leaf, batched, is_grads_batched=True), vmap),
         "jvp": (lambda: torch.func.jvp(attend, (q,), (q,)), forward),
+        "jvp of a gradient": (
+            lambda: torch.func.jvp(lambda x: torch.autograd.grad(out, leaf, x)[0], (q,), (q,)),
+            forward,
+        ),
         "dual numbers": (lambda: torch.autograd.functional.jvp(attend, q, q, strict=True), "first derivatives only"),
         "twice": (lambda: once.sum().backward(), "first derivatives only"),
         "twice, torch.func": (

@@ -73,6 +73,8 @@ def test_a_backend_asked_for_is_used_or_raises(registry):
         backends.select(deterministic)
     with pytest.raises(ValueError, match=r"unknown attention backend 'fast'; this installation has .*reference"):
         backends.select(CALL, "fast")
+    registry.setenv("TPK_BACKEND", "")
+    assert backends.select(CALL).name != "reference"
     registry.setenv("TPK_BACKEND", "typo")
     q = torch.randn(1, 2, 1, 8)
     with pytest.raises(ValueError, match="'typo'"):

@@ -143,6 +143,17 @@ def test_kernels_work_on_the_cache_itself(monkeypatch):
             assert largest <= 2 * q.nbytes + k.nbytes + v.nbytes
 
 
+def test_a_backends_own_error_reaches_the_caller(monkeypatch):
+    class Failing(Recorder):
+        def backward(self, *tensors, **_):
+            raise RuntimeError("no memory left")
+
+    monkeypatch.setattr(attention_ops.backends, "select", lambda call, requested: Failing())
+    q = torch.randn(1, 3, 1, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="no memory left"):
+        prefix_attention(q, q, q).sum().backward()
+
+
 def test_a_cache_made_in_inference_mode_works_outside():
     with torch.inference_mode():
         cache = PrefixCache(1, 12, 2, 4)
