@@ -198,17 +198,20 @@ def test_a_cache_that_is_only_read(backend):
         torch.testing.assert_close(out[row : row + 1], expected)
 
 
-def test_rows_of_a_larger_cache_and_left_padding(backend):
+@pytest.mark.parametrize(("given", "padding"), [([9, 12], [2, 5]), (9, None)], ids=["padded", "one length"])
+def test_rows_of_a_larger_cache_and_left_padding(given, padding, backend):
     """cache_batch_idx and cache_leftpad, as flash-attn describes them."""
     k_cache, v_cache = nan_cache(5, 20, 2, 8, [20] * 5)
-    rows, pad = torch.tensor([3, 0], dtype=torch.int32), torch.tensor([2, 5], dtype=torch.int32)
-    lengths = torch.tensor([9, 12], dtype=torch.int32)
+    rows = torch.tensor([3, 0], dtype=torch.int32)
+    lengths = given if isinstance(given, int) else torch.tensor(given, dtype=torch.int32)
+    pad = None if padding is None else torch.tensor(padding, dtype=torch.int32)
     before = k_cache.clone()
     tensors = leaves((2, 3, 4, 8), (2, 3, 2, 8), (2, 3, 2, 8))
 
     def oracle(q, k, v):
         parts = []
-        for i, (row, begin, length) in enumerate(zip(rows.tolist(), pad.tolist(), lengths.tolist(), strict=True)):
+        places = zip(rows.tolist(), padding or [0, 0], [9, 9] if given == 9 else given, strict=True)
+        for i, (row, begin, length) in enumerate(places):
             keys, values = (
                 torch.cat([cache[row, begin:length].to(q.dtype), new[i]])[None]
                 for cache, new in ((before, k), (v_before, v))

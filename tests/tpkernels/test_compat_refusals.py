@@ -73,6 +73,7 @@ REFUSED = [
     (varlen, {"cu_q": (0, 4, 2), "cu_k": (0, 4, 4)}, r"cu_seqlens_q is \[0, 4, 2\]; it starts with 0, never falls"),
     (varlen, {"cu_q": (1, 4)}, r"cu_seqlens_q is \[1, 4\]; it starts with 0"),
     (varlen, {"cu_k": (0, 5), "max_k": 5}, "ends at the 4 tokens of k"),
+    (varlen, {"softcap": -1.0}, r"softcap is -1.0; it must be 0 \(off\) or positive"),
     (varlen, {"max_q": 3}, "max_seqlen_q is 3 but a sequence has 4 tokens; pass max_seqlen_q=4"),
     (kvcache, {"block_table": PAGES}, "block_table.*PrefixCache"),
     (kvcache, {"rotary_cos": ALIBI}, "rotary_cos.*rotate q and k before the call"),

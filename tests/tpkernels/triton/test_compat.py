@@ -114,12 +114,18 @@ def test_packed_sequences_run_on_their_own_kernels(device, monkeypatch):
 
 
 def test_packed_sequences_are_not_left_to_a_backend_without_kernels_for_them(device, monkeypatch):
-    """The cuda backend comes first on a GPU, but would take the sequences one by one, after reading their lengths."""
+    """The cuda backend comes first on a GPU, but would take the sequences one by one, after reading their lengths. It
+    has to, where triton refuses the call."""
     monkeypatch.delenv("TPK_BACKEND", raising=False)
-    monkeypatch.setattr(backends, "select", lambda call, requested: types.SimpleNamespace(name="cuda"))
+    lengths = []
+    cuda = types.SimpleNamespace(name="cuda", forward=lambda q, *_, **outputs: lengths.append(q.shape[1]))
+    monkeypatch.setattr(backends, "select", lambda call, requested: cuda)
     call = varlen(cumulative(0, 3, 9, device=device), cumulative(0, 3, 9, device=device), causal=True)
-    out, _ = call(*(torch.randn(9, 2, 8, device=device) for _ in range(3)))
-    assert out.isfinite().all()
+    tensors = [torch.randn(9, 2, 8, device=device) for _ in range(3)]
+    assert call(*tensors)[0].isfinite().all() and not lengths
+    monkeypatch.setattr(backends.get("triton"), "refuses", lambda call: "not this one")
+    call(*tensors)
+    assert lengths == [9]
 
 
 def test_a_cache_with_rows_of_different_lengths(same, device):
