@@ -3,7 +3,7 @@
 Gradients: the engine owns the `.grad` of the parameters it runs and says so (`own_gradients`); a layer's backward may
 then add to one in place (`owned_gradient`). A stage's border: a first layer with an `entry_norm` takes `entry=`, since
 its norm can start while rows still arrive; a last one that `adds_out` takes `out=`, which adds its two summands where
-the next stage reads them.
+the next stage reads them (`residual_sum` for a layer made of plain ops, on any device).
 
 The one trap: hooks on a parameter, and torch.autograd.grad, see only what comes while an owned `.grad` is None.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,27 @@ _OWNERS = "gradient_owners"  # attribute of a parameter: how many have said so
 
 Out = Callable[[Tensor, Tensor], Tensor]
 """Where a sum is wanted: (x, residual) -> x + residual."""
+
+
+def residual_sum(x: Tensor, residual: Tensor, out: Out | None) -> Tensor:
+    """x + residual of any shape, differentiable; by `out`, if there is one and neither broadcasts nor changes dtype."""
+    same = (x.shape, x.dtype, x.device) == (residual.shape, residual.dtype, residual.device)
+    if out is None or not same or torch.compiler.is_compiling():
+        return x + residual
+    total: Tensor = _ResidualSum.apply(x, residual, out)
+    return total
+
+
+class _ResidualSum(torch.autograd.Function):
+    """`out` knows nothing of graphs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor, out: Out) -> Tensor:
+        return out(x, residual)
+
+    @staticmethod
+    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor, Tensor, None]:
+        return dtotal, dtotal, None
 
 
 @dataclass

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from terapipe.layer import disown_gradients, own_gradients, owned_gradient
+from terapipe.layer import disown_gradients, own_gradients, owned_gradient, residual_sum
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -46,6 +46,23 @@ def test_an_owner_that_leaves_takes_only_its_own_claim() -> None:
     disown_gradients([parameter])
     own_gradients([parameter])
     assert owned_gradient(parameter) is parameter.grad
+
+
+def test_a_sum_goes_where_it_is_wanted_and_its_gradient_to_both_summands() -> None:
+    x, residual = (torch.randn(2, 3, 4, requires_grad=True) for _ in range(2))
+    memory, given, weight = torch.zeros(2, 3, 4), [], torch.randn(2, 3, 4)
+
+    def out(*summands: Tensor) -> Tensor:
+        given.append(torch.is_grad_enabled())
+        return torch.add(*summands, out=memory)
+
+    total = residual_sum(2 * x, residual, out)
+    (total * weight).sum().backward()
+    assert total.data_ptr() == memory.data_ptr() and torch.equal(total, 2 * x + residual) and total.requires_grad
+    assert torch.equal(x.grad, 2 * weight) and torch.equal(residual.grad, weight)  # type: ignore[arg-type]
+    for other in (torch.randn(4), torch.randn(2, 3, 4).double()):  # broadcast, or of another dtype: gradients differ
+        assert torch.equal(residual_sum(x, other, out), x + other)
+    assert given == [False]
 
 
 def test_the_engine_runs_layers_without_knowing_any() -> None:

@@ -8,8 +8,9 @@ At a stage's border the first norm waits for its rows, and the residual is added
 (`Entry`, `Out` of layer.py).
 
 In fp32 whole_block.py runs all of a block as one node. Each piece has its plain form beside it, which serves
-torch.compile, autocast, other devices and modules with hooks. The one trap: an autograd.Function here must not write to
-its inputs nor to the gradients it is given; buffers that it made itself it reuses freely.
+torch.compile, autocast, other devices and modules with hooks; the sum for the next stage goes by `Out` there too. The
+one trap: an autograd.Function here must not write to its inputs nor to the gradients it is given; buffers that it made
+itself it reuses freely.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from terapipe.layer import Entry, Norm, Out, owned_gradient
+from terapipe.layer import Entry, Norm, Out, owned_gradient, residual_sum
 from terapipe.models.linear import Linear, weight_gradient
 from tpkernels import fused, fused_rows
 from tpkernels.fused_reference import Activation
@@ -73,7 +74,8 @@ def mlp(hidden: Tensor, norm: Norm, gate: Linear | None, up: Linear, down: Linea
         result: Tensor = _Mlp.run(hidden, _MlpSettings(norm.eps, norm.rms, out), *parameters)
         return result
     normed = norm(hidden)
-    return hidden + down(fused.gelu_tanh(up(normed)) if gate is None else fused.swiglu(gate(normed), up(normed)))
+    active = fused.gelu_tanh(up(normed)) if gate is None else fused.swiglu(gate(normed), up(normed))
+    return residual_sum(down(active), hidden, out)
 
 
 def parameters_of(hidden: Tensor, *modules: nn.Module | None) -> list[Any] | None:

@@ -162,6 +162,23 @@ def test_a_stage_that_returns_something_else_than_the_sum_it_handed_on_is_refuse
         run_together(programs)
 
 
+def test_a_sum_is_handed_on_once_though_a_backward_makes_it_again() -> None:
+    """As under activation checkpointing."""
+    schedule, again = terapipe(2, 1, 1), []
+    programs = _programs(schedule, [])
+    x, stage = torch.tensor(3.0), programs[0].stages[0]
+
+    def forward(*_: Any, out: Any, **__: Any) -> Tensor:
+        again.append(out)
+        return out(x, x)
+
+    stage.forward, stage.backward = forward, lambda *_, **__: again.append(again[0](x, x))  # type: ignore
+    _begin(programs, schedule, torch.tensor(1.0))
+    run_together(programs)
+    assert float(again[1]) == 6.0
+    assert len(programs[0].sent) == 1
+
+
 @pytest.mark.parametrize("early", [True, False])
 def test_the_first_norm_is_the_links_where_that_starts_early(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalLink, "norms_early", early)

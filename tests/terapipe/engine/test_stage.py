@@ -209,6 +209,26 @@ def test_a_last_layer_with_a_hook_on_what_it_returns_hands_on_what_the_hook_make
     assert output is not None and len(sums) == 1 and torch.equal(output, 2 * sums[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_block_of_plain_ops_has_its_sum_made_by_a_link_too(dtype: torch.dtype) -> None:
+    """As on GPUs: the same numbers, the sum in the link's memory."""
+    config = ModelConfig(vocab=9, hidden=8, layers=1, heads=2, max_tokens=6)
+    results = []
+    for linked in (False, True):
+        block = layers(config, seed=1, dtype=dtype)["blocks.0"]()
+        block.down.register_forward_hook(lambda *_: None)  # makes the pieces plain
+        settings = {"first": False, "last": False, "loss": None, "device": CPU, "dtype": dtype}
+        stage = Stage(1, {"block": block}, slice_lengths=(6,), micro_size=2, **settings)  # type: ignore[arg-type]
+        stage.begin(evaluating=False)
+        hidden = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+        memory = torch.full_like(hidden, torch.nan)
+        output = stage.forward(0, 0, hidden, BATCH, out=partial(torch.add, out=memory) if linked else None)
+        assert output is not None and (output.data_ptr() == memory.data_ptr()) == linked
+        results.append([output, stage.backward(0, 0, torch.ones_like(output).cumsum(-1))])
+        results[-1] += [parameter.grad for parameter in block.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engine_cases import TOLERANCE, Case, gradients_of, oracle, worst_error
-from worker import LAYOUTS, LINKS, PEER_CASE, mixed_ties, run_layout
+from worker import LAYOUTS, LINKS, PEER_BLOCKS, PEER_CASE, mixed_ties, run_layout
 
 from terapipe.engine.wiring import link_specs, open_local_wiring
 from terapipe.schedule import assign_slots, link_transfers, seq_1f1b
@@ -63,14 +63,17 @@ def test_links_between_gpus_give_the_numbers_of_one_process(run_scenario: Callab
     pytest.importorskip("triton", reason="triton is not installed")
     processes = run_scenario("peer", 2)
     assert processes.status == 0
-    with PEER_CASE.pipeline(links="local") as pipeline:
-        loss, expected = pipeline.step(PEER_CASE.batch(0)).loss, gradients_of(pipeline)
-    gradients = {name: gradient for result in processes.results for name, gradient in result["gradients"].items()}
-    assert gradients.keys() == expected.keys()
-    assert all(torch.equal(gradients[name], expected[name]) for name in expected)
-    assert [(result["kinds"], result["loss"]) for result in processes.results] == [({"peer"}, loss)] * 2
-    # The last block's residual is added by the kernel that hands the sum on.
-    assert [sorted(result["sums"]) for result in processes.results] == [[(1, m, s) for m in (0, 1) for s in (0, 1)], []]
+    assert [result["kinds"] for result in processes.results] == [{"peer"}] * 2
+    for blocks, within in PEER_BLOCKS.items():
+        with within(), PEER_CASE.pipeline(links="local") as pipeline:
+            loss, expected = pipeline.step(PEER_CASE.batch(0)).loss, gradients_of(pipeline)
+        results = [result["results"][blocks] for result in processes.results]
+        gradients = {name: gradient for result in results for name, gradient in result["gradients"].items()}
+        assert gradients.keys() == expected.keys()
+        assert all(torch.equal(gradients[name], expected[name]) for name in expected), blocks
+        assert [result["loss"] for result in results] == [loss] * 2
+        # The last block's residual is added by the kernel that hands the sum on.
+        assert [result["sums"] for result in results] == [[(1, m, s) for m in (0, 1) for s in (0, 1)], []], blocks
 
 
 def _check_hand_offs(report: dict[str, Any], case: Case) -> None:

@@ -6,6 +6,7 @@ starting is what costs.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import logging
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from engine_cases import Case, gradients_of
+from engine_cases import Case, gradients_of, plain_ops
 from torch import Tensor, nn
 
 from terapipe.engine import Batch, Pipeline, PipelineError, launch
@@ -109,10 +110,11 @@ def hosts(rank: int, ranks: int) -> dict[str, Any]:
 
 
 PEER_CASE = Case("llama", 2, (33, 30), 2, 1, "seq_1f1b", dtype="fp32")
+PEER_BLOCKS = {"fused": contextlib.nullcontext, "plain": plain_ops}
 
 
 def peer(rank: int, ranks: int) -> dict[str, Any]:
-    """One case over links whose kernels Triton's interpreter runs."""
+    """One case over links whose kernels Triton's interpreter runs, its blocks fused and of plain ops."""
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
     sums: list[Any] = []
     put_sum = PeerLink.put_sum
@@ -122,10 +124,16 @@ def peer(rank: int, ranks: int) -> dict[str, Any]:
         return put_sum(link, key, *given)
 
     PeerLink.put_sum = counted  # type: ignore[method-assign]
+    results = {}
     with PEER_CASE.pipeline(links="peer") as pipeline:
         kinds = {link.kind for link in pipeline._wiring.links.values()}
-        result = pipeline.step(PEER_CASE.batch(0))
-        return {"kinds": kinds, "loss": result.loss, "gradients": gradients_of(pipeline), "sums": sums}
+        for blocks, within in PEER_BLOCKS.items():
+            sums.clear()
+            with within():
+                loss = pipeline.step(PEER_CASE.batch(0)).loss
+            results[blocks] = {"loss": loss, "gradients": gradients_of(pipeline), "sums": sorted(sums)}
+            pipeline.zero_grad()
+    return {"kinds": kinds, "results": results}
 
 
 def one_without_memory(rank: int, ranks: int) -> dict[str, Any]:
