@@ -6,17 +6,23 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 
 def check_folder(path: Path, option: str) -> None:
-    """ValueError unless `path`, which `option` names, is a folder that can be written, or can become one."""
-    existing = next(parent for parent in (path, *path.absolute().parents) if os.path.exists(parent))
+    """ValueError unless `path`, which `option` names, is a folder that can be written, or can become one. Tries it
+    under a name of its own, since other ranks try too."""
+    existing = next(parent for parent in (path, *path.absolute().parents) if os.path.lexists(parent))
     if not existing.is_dir():
-        raise ValueError(f"{existing} is a file, but a folder is needed at {path}; choose another {option}.")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"{existing} cannot be written, but a folder is needed at {path}; choose another {option}.")
+        raise ValueError(f"{existing} is no folder, but one is needed at {path}; choose another {option}.")
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            path.stat()  # a name may be too long
+        os.rmdir(tempfile.mkdtemp(prefix=".", dir=existing))
+    except OSError as error:
+        raise ValueError(f"{option} {path} cannot be written: {error.strerror}; choose another folder.") from error
 
 
 @contextlib.contextmanager

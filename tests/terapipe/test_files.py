@@ -29,12 +29,22 @@ def test_a_place_that_can_be_written_stays_as_it_was(tmp_path: Path, name: str) 
 def test_impossible_places_are_named_with_their_option(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
     before = _everything(tmp_path)
     for name, why in (("folder", "Is a directory"), ("file/x.json", "File exists|Not a directory")):
         with pytest.raises(ValueError, match=rf"--out .*{name} cannot be written: ({why}); name another file"):
             files.check_file(tmp_path / name, "--out")
-    with pytest.raises(ValueError, match=r"file is a file, but a folder is needed at .*; choose another --run-dir"):
-        files.check_folder(tmp_path / "file" / "below", "--run-dir")
+    for name in ("file/below", "nowhere", "nowhere/below"):
+        with pytest.raises(ValueError, match=r"is no folder, but one is needed at .*; choose another --run-dir"):
+            files.check_folder(tmp_path / name, "--run-dir")
+    places = [
+        (tmp_path / ("x" * 300), "name too long"),
+        (Path("/proc/x"), "No such file"),
+        (Path("/proc"), "No such file"),
+    ]
+    for place, why in places:
+        with pytest.raises(ValueError, match=rf"--run-dir {place} cannot be written: .*{why}.*; choose another folder"):
+            files.check_folder(place, "--run-dir")
     files.check_folder(tmp_path / "folder" / "new", "--run-dir")
     assert _everything(tmp_path) == before
 
@@ -147,7 +157,11 @@ for check in (
     said = done.stdout.splitlines()
     assert len(said) == 3, done.stderr
     assert said[0].startswith("--out ") and "Permission denied" in said[0]
-    assert "choose another --run-dir" in said[1] and "cannot be read; change its permissions" in said[2]
+    assert (
+        "--run-dir" in said[1]
+        and "Permission denied" in said[1]
+        and "cannot be read; change its permissions" in said[2]
+    )
 
 
 def test_one_file_is_not_named_twice(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_a_start_that_does_not_fit_is_refused(
 def test_a_run_folder_below_a_file_is_refused_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     config = dataclasses.replace(TINY, run_dir=tmp_path / "file" / "runs" / "x")
-    with pytest.raises(ValueError, match="file is a file, but a folder is needed at"):
+    with pytest.raises(ValueError, match="file is no folder, but one is needed at"):
         check_start(config, world=World(), resume=False)
 
 
