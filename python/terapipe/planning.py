@@ -339,12 +339,11 @@ def simulate(arguments: Sequence[str]) -> int:
     events = trace(simulation)
     title = f"{planned.label}, predicted"
     if command.html is not None:
-        files.write_text(command.html, viz.render_html(events, title=title))
+        viz.write_html(command.html, events, title=title)
     if command.perfetto is not None:
-        files.write_text(command.perfetto, viz.render_perfetto(events, title=title))
+        viz.write_perfetto(command.perfetto, events, title=title)
     if command.png is not None:
-        with files.whole(command.png) as begun:
-            viz.write_png(begun, events, title=title)
+        viz.write_png(command.png, events, title=title)
     if command.json is not None:
         files.write_text(command.json, json.dumps([list(event) for event in events]) + "\n")
     return 0

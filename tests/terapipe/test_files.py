@@ -6,11 +6,13 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from terapipe import cli, files
+from terapipe import cli, files, viz
+from terapipe.schedule.trace import TraceEvent
 
 
 def _everything(folder: Path) -> set[Path]:
@@ -105,6 +107,20 @@ def test_a_file_is_whole_or_what_it_was(tmp_path: Path, monkeypatch: pytest.Monk
         files.write_text(path, "whole")
     assert link.is_symlink() and old.read_text() == new.read_text() == "whole"
     assert _everything(tmp_path) == {old, link, new.parent, new}
+
+
+@pytest.mark.parametrize("write", [viz.write_html, viz.write_perfetto, viz.write_png], ids=lambda write: write.__name__)
+def test_a_timeline_is_whole_or_what_it_was(
+    write: Callable[[Path, Sequence[TraceEvent]], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(begun: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "old").write_text("kept")
+    monkeypatch.setattr(files.os, "replace", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*old"):
+        write(tmp_path / "old", [])
+    assert (tmp_path / "old").read_text() == "kept" and _everything(tmp_path) == {tmp_path / "old"}
 
 
 def test_a_device_and_a_file_in_a_closed_folder_are_written_as_they_are(

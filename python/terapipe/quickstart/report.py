@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from terapipe import environment
+from terapipe import environment, files
 from terapipe.train.config import TrainConfig
 from terapipe.viz import write_comparison_png, write_html, write_perfetto
 from terapipe.viz.png import Panel
@@ -38,7 +38,7 @@ def summary_of(config: TrainConfig, result: TrainResult, comparison: Comparison)
 def write(config: TrainConfig, comparison: Comparison, summary: Summary) -> str:
     """Write the files of the run folder; returns the text that closes the quickstart."""
     folder = config.run_dir
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    files.write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
     title = f"two stages, {comparison.slices} slices of one sequence of {config.tokens} tokens"
     note = f"One measured training step. Without slices it takes {summary['speedup']:.2f} times as long."
     write_html(folder / "timeline.html", comparison.sliced, title=title, note=note)

@@ -13,6 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from terapipe import files
 from terapipe.schedule.trace import HAND_OFF, TraceEvent, bubble_share, busy_s, num_ranks, span
 from terapipe.viz.style import KIND_COLOURS, NAMES, mixed, num_micros, num_slices, short_label
 
@@ -57,7 +58,7 @@ def render_html(events: Sequence[TraceEvent], *, title: str = "Pipeline timeline
 def write_html(
     path: str | Path, events: Sequence[TraceEvent], *, title: str = "Pipeline timeline", note: str = ""
 ) -> None:
-    Path(path).write_text(render_html(events, title=title, note=note), encoding="utf-8")
+    files.write_text(Path(path), render_html(events, title=title, note=note))
 
 
 def _embedded(data: Any) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from terapipe import files
 from terapipe.schedule.action import Action
 from terapipe.schedule.trace import HAND_OFF, WAIT, TraceEvent, num_ranks
 from terapipe.viz.style import NAMES
@@ -50,7 +51,7 @@ def render_perfetto(events: Sequence[TraceEvent], *, title: str = "terapipe") ->
 
 
 def write_perfetto(path: str | Path, events: Sequence[TraceEvent], *, title: str = "terapipe") -> None:
-    Path(path).write_text(render_perfetto(events, title=title), encoding="utf-8")
+    files.write_text(Path(path), render_perfetto(events, title=title))
 
 
 def _flows(events: Sequence[TraceEvent]) -> list[dict[str, Any]]:

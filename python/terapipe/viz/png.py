@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from terapipe import files
 from terapipe.schedule.trace import HAND_OFF, WAIT, TraceEvent, bubble_share, num_ranks, span
 from terapipe.viz.style import KIND_COLOURS, NAMES, TimeUnit, mixed, num_micros, num_slices, short_label, time_unit
 
@@ -55,7 +56,8 @@ def _write(path: str | Path, panels: Sequence[Panel]) -> None:
     if len(panels) == 2:
         _mark_saving(figure, panels, unit)
     _legend(figure, panels)
-    figure.savefig(path, format="png", facecolor="white")
+    with files.whole(Path(path)) as begun:
+        figure.savefig(begun, format="png", facecolor="white")
 
 
 def _draw(axes: Axes, panel: Panel, unit: TimeUnit, longest: float, *, last: bool) -> None:
