@@ -6,8 +6,13 @@ import difflib
 from collections.abc import Iterable
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """`unknown KIND NAME`, with the nearest known one, or all of them when none is near."""
+def unknown(kind: str, name: str, known: Iterable[str], *, prefix: str = "") -> str:
+    """`unknown KIND NAME`, with the nearest known one, or all of them when none is near.
+
+    prefix: stands before each of them, such as a section's; what all share makes none nearer."""
     known = sorted(known)
-    near = known if len(known) == 1 else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"unknown {kind} {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}.")
+    near = known if len(known) == 1 else difflib.get_close_matches(name, known, n=1)
+    names = ", ".join(prefix + one for one in known)
+    return f"unknown {kind} {prefix + name!r}; " + (
+        f"did you mean {prefix + near[0]!r}?" if near else f"known: {names}."
+    )

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from terapipe.names import unknown
+
 LARGEST = 10**18  # of a number, so that sums and products of a few stay finite
 PLAIN = {
     int: "a whole number below 1e18",
@@ -109,7 +111,7 @@ def _aggregate(kind: Any, hints: Mapping[str, Any], given: Any, where: str, spec
     known = {field.name: field for field in dataclasses.fields(kind)}
     inside = f" in {where}" if where else ""
     for name in sorted(set(_checked(dict, given, where)) - set(known)):
-        raise ValueError(f"unknown key {name!r}{inside}; known: {', '.join(sorted(known))}.")
+        raise ValueError(unknown("key", name, known, prefix=_below(where, "")))
     nothing = dataclasses.MISSING
     for name, field in known.items():
         if name not in given and field.default is nothing and field.default_factory is nothing:

@@ -47,8 +47,9 @@ def _from_section(base: Settings, table: Mapping[str, Any], *, prefix: str, ever
     for key, value in table.items():
         if key not in hints:
             elsewhere = [known for known in everywhere if known.split(".")[-1] == key]  # right name, wrong section
-            known = elsewhere or [prefix + known for known in hints]
-            raise ValueError(unknown("key", prefix + key, known))
+            if elsewhere:
+                raise ValueError(unknown("key", prefix + key, elsewhere))
+            raise ValueError(unknown("key", key, hints, prefix=prefix))
         current = getattr(base, key)
         if dataclasses.is_dataclass(current):
             if not isinstance(value, Mapping):

@@ -83,7 +83,7 @@ GOOD = Outer(1, True, Pair(2, 0.5), Inner("x", "b", 7), (1.5, 2), (3, "y"), {4: 
         ("pair", [1, float("nan")], "pair.second is nan; it must be a number below 1e18"),
         ("pair", 3, "pair is 3; it must be a list"),
         ("inner", None, "inner is None; it must be an object of JSON"),
-        ("inner", {"name": "x", "nam": 1}, "unknown key 'nam' in inner; known: kind, limit, name."),
+        ("inner", {"name": "x", "nam": 1}, "unknown key 'inner.nam'; did you mean 'inner.name'?"),
         ("inner", {"kind": "a"}, "'name' is missing in inner; add it."),
         ("inner", {"name": "x", "kind": "c"}, "inner.kind is 'c'; it must be one of a, b."),
         ("inner", {"name": "x", "limit": "7"}, "inner.limit is '7'; it must be a whole number below 1e18 or null."),

@@ -51,7 +51,10 @@ def test_a_plan_file_brings_everything_back(run, tmp_path):
         (lambda f: f["layout"].update(data=0), "layout: data of a layout is 0; it must be at least 1"),
         (lambda f: f.update(memory_bytes=None), "memory_bytes is None; it must be a list"),
         (lambda f: f["layout"].update(recompute="no"), "layout.recompute is 'no'; it must be true or false"),
-        (lambda f: f["layout"].update(pipe=2), "unknown key 'pipe' in layout; known: data, link, recompute, tensor"),
+        (
+            lambda f: f["layout"].update(pipe=2),
+            "unknown key 'layout.pipe'; known: layout.data, layout.link, layout.recompute, layout.tensor",
+        ),
         (lambda f: f["model"].pop("hidden"), "'hidden' is missing in model; add it"),
         (lambda f: f["times"].pop("B"), r"times.B is of 0 stages with \[\] slices, the plan of 2 with \d+; make"),
         (

@@ -39,6 +39,7 @@ def test_awkward_values_survive_toml(tmp_path: Path) -> None:
     [
         ("stepps = 3", ["'stepps'", "did you mean 'steps'"]),
         ("[model]\nlayer = 3", ["'model.layer'", "did you mean 'model.layers'"]),
+        ("[checkpoint]\nquota = 3", ["unknown key 'checkpoint.quota'", "known: checkpoint.every, checkpoint.folder, "]),
         ("learning_rate = 3.0", ["'learning_rate'", "did you mean 'optimizer.learning_rate'"]),
         ("[parallel]\nschedule = 'seq1f1b'", ["parallel.schedule", "did you mean 'seq_1f1b'"]),
         ("steps = 1.5", ["steps is 1.5", "int"]),
