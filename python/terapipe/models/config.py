@@ -13,6 +13,7 @@ from typing import Literal
 
 EMBEDDING = "embedding"
 HEAD = "head"
+MOST_LAYERS = 100_000  # lists of layers and the search for stages take 2 s with so many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for field in ("vocab", "hidden", "layers", "heads", "max_tokens"):
             _require(getattr(self, field) >= 1, f"{field} is {getattr(self, field)}; it must be at least 1")
+        _require(self.layers <= MOST_LAYERS, f"layers is {self.layers}; it must be at most {MOST_LAYERS}")
         for field in ("kv_heads", "head_dim", "ffn_hidden"):
             _require(
                 getattr(self, field) >= 0, f"{field} is {getattr(self, field)}; give a positive size, or 0 to derive it"

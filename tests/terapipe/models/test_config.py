@@ -29,6 +29,7 @@ def test_sizes_left_out_are_derived() -> None:
         ({"head_dim": 8}, ["6 x head_dim 8 is 48", "hidden is 24"]),
         ({"heads": 8, "head_dim": 3}, ["head_dim 3 is odd"]),
         ({"layers": 0}, ["layers is 0", "at least 1"]),
+        ({"layers": 100_001}, ["layers is 100001", "at most 100000"]),
         ({"vocab": -1}, ["vocab is -1"]),
         ({"kv_heads": -2}, ["kv_heads is -2"]),
         ({"norm": "batchnorm"}, ["'batchnorm'", "layernorm, rmsnorm"]),
