@@ -178,7 +178,7 @@ def test_a_side_stream_is_waited_for(on_gpu):
 
 
 @needs_a_gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has one GPU")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
 def test_a_device_that_is_not_current(on_gpu):
     assert torch.cuda.current_device() == 0
     inputs = testing.make_inputs(CASE, torch.bfloat16, device=SECOND)
