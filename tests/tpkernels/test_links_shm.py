@@ -1,70 +1,36 @@
-"""ShmLink: both ends in this process for what a slot promises, two processes for what happens when one of them fails.
+"""ShmLink: what a slot promises, both ends in this process; test_links_shm_failures.py has what happens when one fails.
 
 Released slots are poisoned and epochs begin just before they wrap, in every test.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
-import re
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shm_links import CPU, Pair, expect_slices, link_mappings, make_spec
+from shm_links import CPU, NEAR_WRAP, Pair, expect_slices, link_mappings, make_spec, meet_ends, meeting
 
 from terapipe.schedule import seq_1f1b
 from terapipe.schedule.orders import demand_order
 from terapipe.schedule.slots import assign_slots, ring_slots
 from tpkernels import fused_rows
-from tpkernels.links import Key, LinkError, LinkSpec, ShmLink, Trouble, open_link, shm, shm_missing
+from tpkernels.links import Key, LinkError, LinkSpec, ShmLink, open_link, shm, shm_missing
 
 pytestmark = pytest.mark.skipif(bool(shm_missing()), reason=f"shared-memory links: {shm_missing()}")
-
-NEAR_WRAP = 2**32 - 3
-OPTIONS: dict[str, Any] = {"spin_s": 1e-4, "silence_s": 1.0, "timeout_s": 2.0, "poison": True}
-
-
-def _meet(spec: LinkSpec, *, first_epoch: int = NEAR_WRAP, **options: Any) -> Pair:
-    from tpkernels.links.segment import call, fetch
-    from tpkernels.links.shm import offer_segment
-
-    offer = offer_segment(spec, 7, first_epoch)
-    accepted: list[Any] = []
-    thread = threading.Thread(target=lambda: accepted.append(offer.accept(10)))
-    thread.start()
-    met = fetch(call(offer.address), 10)
-    thread.join()
-    chosen = OPTIONS | options
-    return ShmLink(spec, met, 7, sender=True, **chosen), ShmLink(spec, accepted[0], 7, sender=False, **chosen)
 
 
 @pytest.fixture
 def meet() -> Iterator[Callable[..., Pair]]:
-    opened: list[ShmLink] = []
-
-    def make(spec: LinkSpec, **options: Any) -> Pair:
-        pair = _meet(spec, **options)
-        opened.extend(pair)
-        return pair
-
-    yield make
-    for link in opened:
-        link.close()
-
-
-# ---- what a slot promises --------------------------------------------------------------------------------------------
+    with meeting() as make:
+        yield make
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -296,7 +262,7 @@ def test_a_checked_plan_of_one_link_runs_through_with_any_timing(slots: int, res
     slot_of = {key: chosen.slot(transfer) for key, transfer in zip(keys, transfers, strict=True)}
     spec = LinkSpec(0, 1, "F", torch.float32, CPU, chosen.slots(planned), slot_of, (1, 130, 2), resident)
     first = (NEAR_WRAP + seed) % 2**32
-    pair = sender, receiver = _meet(spec, first_epoch=first, spin_s=(0.0, 1e-4)[seed % 2])
+    pair = sender, receiver = meet_ends(spec, first_epoch=first, spin_s=(0.0, 1e-4)[seed % 2])
     for link in pair:
         link.expect([(key, (1, 130, 2)) for key in keys])
 
@@ -328,113 +294,3 @@ def test_a_checked_plan_of_one_link_runs_through_with_any_timing(slots: int, res
 def _free(receiver: ShmLink, key: Key, x: torch.Tensor) -> None:
     assert x.isfinite().all()
     receiver.release(key)
-
-
-# ---- when one end fails ----------------------------------------------------------------------------------------------
-
-
-def test_a_late_peer_is_reported_with_all_there_is_to_know(meet: Callable[..., Pair]) -> None:
-    pair = _, receiver = meet(make_spec(), timeout_s=0.2)
-    key = expect_slices(pair)[0]
-    with pytest.raises(LinkError) as caught:
-        receiver.take(key)
-    assert str(caught.value) == (
-        "link 0->1 (activations): rank 0 is alive but did not come: waited 0.2 s for stage 1, micro 0, slice 0 "
-        "(slot 0, tile 0, wanted epoch 4294967294, saw 4294967293)."
-    )
-    assert caught.value.lost_peer is None and caught.value.trouble is Trouble.LATE
-
-
-@pytest.mark.parametrize("asleep", [False, True])
-def test_a_peer_that_closes_is_noticed_at_once_but_what_came_is_good(meet: Callable[..., Pair], asleep: bool) -> None:
-    pair = sender, receiver = meet(make_spec(), timeout_s=30)
-    first, second = expect_slices(pair, 2)
-    sender.put(first, torch.ones(2, 70, 3))
-    timer = threading.Timer(0.3 if asleep else 0.0, sender.close)
-    timer.start()
-    if not asleep:
-        timer.join()
-    assert torch.equal(receiver.take(first), torch.ones(2, 70, 3))
-    began = time.monotonic()
-    with pytest.raises(LinkError, match="rank 0 has closed the link") as caught:
-        receiver.take(second)
-    assert caught.value.lost_peer == 0 and time.monotonic() - began < 1.0
-    assert caught.value.trouble is Trouble.CLOSED
-    timer.join()
-    with pytest.raises(LinkError, match="this end was closed"):
-        sender.put(second, torch.ones(2, 70, 3))
-
-
-def test_ctrl_c_ends_a_wait(meet: Callable[..., Pair]) -> None:
-    import _thread
-
-    pair = _, receiver = meet(make_spec(), timeout_s=30)
-    key = expect_slices(pair)[0]
-    timer = threading.Timer(0.2, _thread.interrupt_main)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background has it ignored
-    try:
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            receiver.take(key)
-    finally:
-        timer.join()
-        signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.parametrize("holds_interpreter", [False, True])
-def test_a_peer_that_takes_long_is_not_called_dead_even_forked_beside_open_links(
-    holds_interpreter: bool, meet: Callable[..., Pair]
-) -> None:
-    from tpkernels.links.segment import call, fetch
-    from tpkernels.links.shm import offer_segment
-
-    meet(make_spec())  # this process has a heartbeat, whose thread the child lacks
-    spec, offer = make_spec(), offer_segment(make_spec(), 7)
-    key, *_ = spec.slot_of
-    child = os.fork()
-    if child == 0:
-        link = ShmLink(spec, fetch(call(offer.address), 10), 7, sender=True)
-        link.expect([(key, spec.slot_shape)])
-        sleep = ctypes.PyDLL(None).usleep if holds_interpreter else ctypes.CDLL(None).usleep
-        sleep(1_500_000)
-        link.put(key, torch.full(spec.slot_shape, 3.0))
-        time.sleep(60)
-    try:
-        link = ShmLink(spec, offer.accept(60), 7, sender=False, silence_s=0.5, timeout_s=60.0)
-        link.expect([(key, spec.slot_shape)])
-        assert bool((link.take(key) == 3).all())
-        link.close()
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-
-
-CLOSED = "has closed the link"
-# Who left something out may be the first whose time is up, and then it closes.
-STATE = {"kill": "is gone", "stop": "stands still", "drop": f"(is alive but did not come|{CLOSED})", "raise": CLOSED}
-
-
-@pytest.mark.timeout(150)
-def test_whatever_ends_one_process_at_whichever_action_the_other_leaves_and_nothing_stays() -> None:
-    """Three times per fault, side and action; `links/faults.py` reports what the survivor saw."""
-    faults = Path(__file__).parent / "links" / "faults.py"
-    before = _left_behind()
-    done = subprocess.run([sys.executable, str(faults), "3"], capture_output=True, text=True, timeout=140)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == 3 * (3 * (10 + 7) + 4 + 1), done.stdout
-    for line in lines:
-        fault, victim, _, tile, seconds, message = line.split(" | ")
-        missing = tile if victim == "sender" else "0"  # tiles before it came; a credit is one for all tiles
-        assert re.search(
-            rf"rank {('sender', 'receiver').index(victim)} {STATE[fault]}.*: waited .* for stage 1, micro 0, slice \d+ "
-            rf"\(slot \d, tile {missing}, wanted epoch \d+, saw \d+\)",
-            message,
-        ), line
-        assert float(seconds) < 10.0, line
-    assert _left_behind() == before
-
-
-def _left_behind() -> set[str]:
-    """Files in shared memory; sockets have names in no file system, and the memory itself has none at all."""
-    return {name for name in os.listdir("/dev/shm") if "terapipe" in name}
