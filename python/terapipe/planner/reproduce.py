@@ -32,7 +32,7 @@ from terapipe.schedule.generators import terapipe
 UNIT_TOKENS = 8  # the authors' planner counted in these
 MOST_TOKENS = 32768  # 0.8 GB and 2 s; twice as many take four times both
 MOST_ACTIONS = 400_000  # of a simulated step; the paper's have at most 20,000
-NUMBERS = ("ranks", "tensor", "data", "batch", "tokens")  # options of a setting of the user's
+NUMBERS = ("stages", "tensor", "data", "batch", "tokens")  # options of a setting of the user's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +192,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--setting", type=int, action="append", metavar="N", help="only this one of table 1 (repeat)")
     parser.add_argument("--model", help=f"another model: {', '.join(PRESETS)}")
-    parser.add_argument("--ranks", type=int, help="number of pipeline stages")
+    parser.add_argument("--stages", type=int, help="number of pipeline stages")
     parser.add_argument("--tensor", type=int, help="GPUs per stage (default: 1)")
     parser.add_argument("--data", type=int, help="replicas of the pipeline (default: 1)")
     parser.add_argument("--batch", type=int, help="sequences per step, over all replicas")
@@ -215,7 +215,7 @@ def _of_user(options: argparse.Namespace) -> Replay:
         value = getattr(options, key)
         if value is not None and value < 1:
             raise ValueError(f"--{key} is {value}; it must be at least 1.")
-    missing = [f"--{key}" for key in ("ranks", "batch") if getattr(options, key) is None]
+    missing = [f"--{key}" for key in ("stages", "batch") if getattr(options, key) is None]
     if missing:
         raise ValueError(f"--model needs {' and '.join(missing)} too.")
     return replay(
@@ -224,7 +224,7 @@ def _of_user(options: argparse.Namespace) -> Replay:
             name=options.model,
             batch=options.batch,
             data=1 if options.data is None else options.data,
-            pipe=options.ranks,
+            pipe=options.stages,
             tensor=1 if options.tensor is None else options.tensor,
             tokens=TOKENS if options.tokens is None else options.tokens,
         )
