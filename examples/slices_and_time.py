@@ -18,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from terapipe import files
 from terapipe.models.presets import PRESETS
 from terapipe.planner import cost_file
 from terapipe.planner.analytic import analytic_costs
@@ -88,6 +89,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, default=Path("slices.png"))
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # where a worker writes what it measured
     options = parser.parse_args()
+    if options.rows is None:
+        files.check_file(options.plot, "--plot")
     if options.costs is None:
         costs = analytic_costs(PRESETS[options.model](), hardware(options.hardware), max_tokens=2048)
         lines = {

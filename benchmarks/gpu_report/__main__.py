@@ -70,9 +70,13 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     end = time.monotonic() + options.in_all
     out: Path = options.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    report = _load(out)
-    _write(report, out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        report = _load(out)
+        _write(report, out)
+    except OSError as error:
+        print(f"gpu_report: --out {out} cannot be written: {error.strerror}; name another folder", file=sys.stderr)
+        return 2
     build = not options.no_build
     environment, report["build"] = _installed(
         out, options.device, build=build, seconds=min(BUILD_SECONDS, options.in_all)

@@ -30,3 +30,10 @@ def test_it_draws_predicted_and_measured_times(tmp_path: Path) -> None:
     out = run("--costs", str(tmp_path / "costs.json"), "--plot", str(tmp_path / "two.png"))
     assert out.startswith("measured 1: ") and "\npredicted 1: " in out
     assert all((tmp_path / name).stat().st_size > 5000 for name in ("one.png", "two.png"))
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_the_measurement(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), "--costs", "none.json", "--plot", str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.stderr.rstrip().endswith(f"--plot {tmp_path} cannot be written: Is a directory; name another file.")

@@ -66,6 +66,13 @@ def test_without_a_gpu_it_says_so(tmp_path, capsys, monkeypatch):
     assert command.main(["--out", str(tmp_path)]) == 2 and "libcudart.so.13" in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_be_is_named_before_work(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for place, why in ((tmp_path / "file" / "below", "Not a directory"), (tmp_path / "file", "File exists")):
+        assert command.main(["--device", "cpu", "--out", str(place)]) == 2
+        assert f"--out {place} cannot be written: {why}; name another folder" in capsys.readouterr().err
+
+
 def test_a_part_that_fails_costs_no_other_its_rows(tmp_path, capsys, monkeypatch):
     def supervisor(worker, cells, **settings):
         if cells[0].part == "ceilings":
