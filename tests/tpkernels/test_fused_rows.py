@@ -3,6 +3,8 @@ slicing, no thread count and no neighbour changes a row."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -54,11 +56,18 @@ class Case:
         return piece
 
     def run(self) -> dict[str, Tensor]:
-        """By the kernels, outputs poisoned."""
+        """By the kernels, into poisoned outputs, all of which are written."""
+        given: list[Tensor] = []
 
         def nan() -> Tensor:
-            return torch.full((self.rows, self.columns), float("nan"), dtype=self.dtype)
+            given.append(torch.full((self.rows, self.columns), float("nan"), dtype=self.dtype))
+            return given[-1]
 
+        results = self._into(nan)
+        assert not any(out.isnan().any() for out in given)
+        return results
+
+    def _into(self, nan: Callable[[], Tensor]) -> dict[str, Tensor]:
         if self.op == "rotary":
             turned = fused_rows.rotate(self.x, self.turns, head_dim=self.head_dim, out=nan())
             back = fused_rows.rotate(self.dout, self.turns, head_dim=self.head_dim, inverse=True, out=nan())
@@ -151,6 +160,22 @@ def test_many_threads_give_the_bits_of_one(op):
         assert torch.equal(value, alone[name]), name
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_rows_without_kernels_are_plain_torch(op):
+    case = Case(op, 7, 13, torch.float64)
+    exact = case.formulas(torch.float64)
+    for name, value in case.run().items():
+        torch.testing.assert_close(value, exact[name], rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_turns_come_again_after_their_last(number):
+    case = Case("rotary", 10, 24, torch.float32)
+    few = fused_rows.rotate(case.x, case.turns[:number], head_dim=case.head_dim)
+    case.turns = case.turns[:number].repeat(10 // number, 1)
+    assert torch.equal(few, case.run()["out"])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_with_gaps_are_read_and_written_in_place_and_the_gaps_stay(dtype):
     case = Case("rms", 9, 21, dtype)
@@ -174,11 +199,12 @@ def test_rows_with_gaps_are_read_and_written_in_place_and_the_gaps_stay(dtype):
     assert found.dx is dout
 
 
-def test_norm_gradients_are_added_to_what_is_there():
-    case = Case("layer", 50, 19, torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_norm_gradients_are_added_to_what_is_there(dtype):
+    case = Case("layer", 50, 19, dtype)
     plain = case.run()
     values = fused_rows.norm_forward(case.x, case.weight, case.bias, eps=EPS, rms=False, delta=case.delta)
-    sums = torch.full((19,), 2.0), torch.full((19,), -3.0)
+    sums = [torch.full_like(plain["dweight"], value) for value in (2.0, -3.0)]
     fused_rows.norm_backward(
         case.dout, values.total, case.weight, values.mean, values.rstd, dweight=sums[0], dbias=sums[1]
     )

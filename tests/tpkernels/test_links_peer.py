@@ -208,6 +208,18 @@ def test_what_the_plan_does_not_say_is_refused(meet: Callable[..., Pair]) -> Non
         receiver.release(keys[0])
 
 
+def test_memory_at_an_address_is_a_tensor_of_the_device_named() -> None:
+    """As a mapped slot is read on this end's GPU, whichever it lies on: autograd wants gradients on one device."""
+    from tpkernels.links import peer_memory
+
+    words = torch.arange(64, dtype=torch.int32)
+    view = peer_memory.tensor_at(words[16:].data_ptr(), 128, CPU)
+    assert view.device == CPU and view.dtype == torch.uint8 and view.shape == (128,) and view.is_contiguous()
+    assert view.view(torch.int32).tolist() == list(range(16, 48))
+    view[4:].fill_(0)
+    assert words.tolist() == [*range(17), *[0] * 31, *range(48, 64)]
+
+
 def test_the_two_ends_must_mean_the_same_link() -> None:
     from tpkernels.links import peer_memory
 

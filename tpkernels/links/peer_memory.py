@@ -20,7 +20,6 @@ import math
 import struct
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -143,13 +142,13 @@ def map_memory(segment: Segment, layout: Layout, device: torch.device, *, sender
     if sender:
         num_bytes, theirs_bytes = theirs_bytes, num_bytes
     address = driver.allocate(num_bytes)
-    mine = _as_tensor(address, num_bytes)
+    mine = tensor_at(address, num_bytes, device)
     _fill(mine if sender else mine[: layout.slots_at], layout)
     torch.cuda.synchronize(device)
     segment.socket.settimeout(timeout_s)
     segment.socket.send(driver.handle(address))
     mapped = driver.open(segment.socket.recv(_HANDLE_BYTES))
-    theirs = _as_tensor(mapped, theirs_bytes)
+    theirs = tensor_at(mapped, theirs_bytes, device)
     receiver, credits = (theirs, mine) if sender else (mine, theirs)
     undo = [lambda: torch.cuda.synchronize(device), lambda: driver.close(mapped), lambda: driver.free(address)]
     return PeerMemory(layout, receiver, credits, segment, undo)
@@ -171,9 +170,12 @@ def _fill(words: Tensor, layout: Layout) -> None:
     words.view(torch.int32).fill_(signed(layout.first_epoch))
 
 
-def _as_tensor(address: int, num_bytes: int) -> Tensor:
-    interface = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
-    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface))
+def tensor_at(address: int, num_bytes: int, device: torch.device) -> Tensor:
+    """Bytes at `address` as a tensor of `device`, whichever GPU they lie on: torch takes a mapped pointer for one of
+    the peer's device, and autograd wants gradients there then."""
+    whole = torch.empty(0, dtype=torch.uint8, device=device)
+    storage = torch._C._construct_storage_from_data_pointer(address, whole.device, num_bytes)
+    return whole.set_(storage, 0, (num_bytes,), (1,))
 
 
 class _Handle(ctypes.Structure):

@@ -161,10 +161,6 @@ class CostModel:
         """Layers that stages are made of: embedding, blocks, head."""
         return self.model.layers + 2
 
-    def layer(self, index: int) -> LayerCosts:
-        """What the layer with this global index costs."""
-        return self.layers[EMBEDDING if index == 0 else HEAD if index == self.num_layers - 1 else BLOCK]
-
     def stage(self, first: int, last: int) -> StageCosts:
         """What a stage of layers [first, last) costs."""
         if not 0 <= first < last <= self.num_layers:
@@ -271,17 +267,16 @@ class StageCosts:
     def _table(
         self, parts: Sequence[tuple[PassCost, float]], unit: int, units: int, more: Sequence[float]
     ) -> np.ndarray:
-        """[starts, lengths] in units, infinite where a slice would end behind the sequence."""
+        """[starts, lengths] in units; entries of slices that would end behind the sequence are not read."""
         import numpy as np
 
-        total, end = np.full((units, units), math.inf), units * unit
+        total = np.full((units, units), math.inf)
         for first in range(0, units, BLOCK_ROWS):  # few rows at a time stay in the caches
             starts = np.arange(first, min(units, first + BLOCK_ROWS)) * unit
             lengths = np.arange(1, units - first + 1) * unit
             found = np.tile(more[: len(lengths)], (len(starts), 1))
             for cost, weight in parts:
                 found += weight * cost.many(lengths, starts)
-            found[starts[:, None] + lengths > end] = math.inf
             total[first : first + BLOCK_ROWS, : len(lengths)] = found
         return total
 

@@ -47,6 +47,8 @@ def _only(fields, kind, size):
         (lambda f: f["links"]["intra"].update(bytes_per_s=0), "bytes_per_s of a link"),
         (lambda f: f["overheads"].update(asleep=[[0.1]]), r"overheads.asleep\[0\] is \[0.1\]; it must be 2 values"),
         (lambda f: f["overheads"].update(asleep=[[0.1, 1e-3], [0.1, 2e-3]]), "must ascend"),
+        (lambda f: f["overheads"].update(asleep=[[-0.1, 1e-3]]), "the sleep of overhead asleep is -0.1"),
+        (lambda f: f["overheads"].update(asleep=[[0.1, -1e-3]]), "overhead asleep behind 0.1 s is -0.001"),
         (lambda f: f["overheads"].update(asleep=3), "overheads.asleep is 3; it must be a list"),
         (lambda f: f["model"].update(hidden=-1), "model: model config: hidden is -1"),
         (lambda f: f["model"].update(hidden="256"), "model.hidden is '256'; it must be a whole number"),

@@ -28,10 +28,12 @@ def test_a_table_of_many_units_is_laid_out_in_a_moment():
 def test_a_stage_is_the_sum_of_its_layers():
     model = costs_8b()
     stage = model.stage(0, 5)
-    layers = [model.layer(index) for index in range(5)]
+    layers = [model.layers["embedding"]] + 4 * [model.layers["block"]]
     for micro, length, start in ((1, 77, 0), (3, 512, 1000)):
         expected = sum(layer.forward[micro](length, start) for layer in layers)
         assert stage.forward(micro, length, start) == pytest.approx(expected)
+        last = sum(model.layers[kind].weight_grad[micro](length, start) for kind in ("block", "head"))
+        assert model.stage(32, 34).weight_grad(micro, length, start) == pytest.approx(last)
     assert stage.parameters == sum(layer.parameters for layer in layers)
     whole = model.stage(0, model.num_layers)
     assert whole.parameters == model.model.parameters()  # untied
@@ -70,7 +72,8 @@ def test_tables_reach_the_search_too():
 
 
 def test_memory():
-    stage = costs_8b().stage(1, 3)
+    stage, kept = costs_8b().stage(1, 3), costs_8b().layers["block"].saved_bytes_per_token
+    assert stage.saved_bytes(2, 100) == 2 * 100 * 2 * kept
     assert stage.cache_bytes(2, 100) == 2 * 2 * 100 * 2 * 8 * 128 * 2
     assert stage.saved_bytes(2, 100, recompute=True) == 2 * 100 * 4096 * 2
     assert parameter_bytes("fp32") == 16 and parameter_bytes("bf16") == 18 and parameter_bytes("bf16", 4) == 9

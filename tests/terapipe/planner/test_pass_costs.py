@@ -66,5 +66,15 @@ def test_missing_entries_are_refused():
         GridCost((8,), (0, 8), ((1.0,),))
     with pytest.raises(ValueError, match="must ascend"):
         CurveCost((8, 8), (1.0, 1.0))
+    for axes in (((), (0,)), ((8,), ())):
+        with pytest.raises(ValueError, match="at least one length and one start"):
+            GridCost(*axes, ())
+    for axes, words in (
+        (((8, 8), (0,)), r"the lengths of a cost table must ascend from at least 1, got \[8, 8\]"),
+        (((0, 8), (0,)), "the lengths of a cost table must ascend from at least 1"),
+        (((8, 16), (7, 0)), r"the starts of a cost table must ascend from at least 0, got \[7, 0\]"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            GridCost(*axes, ((1.0, 1.0),) * len(axes[1]))
     with pytest.raises(ValueError, match="points at start 0"):
         CurveCost.fit([Point(8, 8, 1.0)])

@@ -89,6 +89,27 @@ def test_tied_gradients_and_replicas_cost_time():
     assert three.step_s - one.step_s == pytest.approx(4 * (1e-3 + parameters * 4 / 3 / 1e8))
 
 
+def test_replicas_on_other_nodes_share_what_their_node_has():
+    """Each of the `tensor` devices of a stage reduces its own part, over its part of the node's link."""
+    model, plan = costs(), make_plan(layers=6, ranks=2, slices=2, tokens=512)
+    links = {"intra": LinkModel(1e-5, 1e10), "inter": LinkModel(1e-3, 1e8)}
+    for nodes, link in ((12, LinkModel(1e-5, 1e10)), (4, LinkModel(1e-3, 1e8 / 2))):
+        there = dataclasses.replace(model, links=links, tensor=2, devices_per_node=nodes)
+        one, three = (predict(plan, there, Layout(data=n, tensor=2)) for n in (1, 3))
+        parameters = max(there.stage(*stage).parameters for stage in plan.stages)
+        reduction = 4 * (link.latency_s + parameters * 4 / 3 / link.bytes_per_s)
+        assert three.step_s - one.step_s == pytest.approx(reduction)
+
+
+def test_what_recomputation_makes_again_is_one_slice_of_one_stage():
+    model = costs()
+    plan = make_plan(layers=6, ranks=2, slices=[100, 412], tokens=512, schedule="seq_interleaved")
+    for rank, memory in enumerate(predict(plan, model, Layout(recompute=True)).memory_bytes):
+        own = [model.stage(*plan.stages[index]) for index in (rank, 2 + rank)]  # all are alive before any backward
+        held = sum(s.fixed_bytes(1, 512) + s.saved_bytes(1, 512, recompute=True) + s.cache_bytes(1, 512) for s in own)
+        assert memory == pytest.approx(held + max(stage.saved_bytes(1, 412) for stage in own))
+
+
 def test_memory_counts_what_is_alive():
     model, plan = costs(), make_plan(layers=6, ranks=2, slices=4, tokens=512, micros=3)
     for rank, memory in enumerate(predict(plan, model).memory_bytes):  # all micros and slices are alive at once

@@ -23,6 +23,13 @@ def test_text_form():
     ]
 
 
+@pytest.mark.parametrize(("make", "kind"), [(F, "F"), (B, "B"), (I, "I"), (W, "W")])
+def test_what_an_action_is(make, kind):
+    action = make(3, 4)
+    assert action == Action(3, kind, 4, 0) and repr([action]) == f"[3{kind}4.0]"
+    assert (action.is_forward, action.is_gradient) == (kind == "F", kind in "BI")
+
+
 @pytest.mark.parametrize(
     "text", ["", "F", "2F0", "2F0.", "-1F0.0", "2X0.0", "2F0.0 2F0.1", "2f0.0", "2F0.0.0", "٢F0.0"]
 )
