@@ -33,6 +33,7 @@ template <class Core> struct Backward {
     bool empty, bad_dout, checked; // checked: see fixed_exponential.h
     std::atomic<int64_t> next_key_tile;
 
+    int64_t first_key_tile() const { return corners.first.lo / backward_key_tile; }
     bool skipped(int64_t begin, int64_t end) const { return empty || corners.skipped(begin, end); }
   };
 
@@ -141,10 +142,11 @@ template <class Core> struct Backward {
     }
     float* row(int64_t r) const { return reinterpret_cast<float*>(const_cast<char*>(rows.row(first_key + r))); }
     float* at(int64_t panel, int64_t key) const { return data + panel * panel_stride + key * row_stride; }
-    // Rows that are added to where they lie, into L2.
-    TPK_INLINE void prefetch(int64_t begin, int64_t end) const {
-      if (copied) return;
-      for (int64_t r = begin; r < end; ++r) prefetch_row(rows, first_key + r, dim);
+    // Rows of this tile that are added to where they lie, or of the next one to be copied, into L2.
+    TPK_INLINE void prefetch(int64_t begin, int64_t end, bool next) const {
+      if (copied != next) return;
+      const int64_t first = first_key + (next ? backward_key_tile : 0);
+      for (int64_t r = begin; r < end; ++r) prefetch_row(rows, first + r, dim);
     }
     void finish() const {
       if (!copied) return;
@@ -173,8 +175,9 @@ template <class Core> struct Backward {
     TPK_INLINE void fetch(int64_t part) const {
       const AccumulatorTile& of = part < 2 ? dk : dv;
       const int64_t share = panel * 2 + part % 2, begin = key + keys * share / (panels * 2), end = key + keys * (share + 1) / (panels * 2);
-      if (sums) of.prefetch(begin, end);
+      if (sums) of.prefetch(begin, end, false);
       if (next_tile < 0) return;
+      of.prefetch(begin, end, true);
       for (int64_t r = begin; r < end; ++r) prefetch_row(part < 2 ? k : v, next_tile + r, of.dim);
     }
   };
@@ -221,43 +224,34 @@ template <class Core> struct Backward {
     tile.bad_dout =
         Core::template pack_depth<Core::probability_order>(tile.dout_depth, dout, first_row, rows, tile.panels * L, shape.value_head_dim);
     tile.checked = largest >= element_limit(params);
-    std::memset(tile.dq, 0, tile.panels * n.dim_rows * L * sizeof(float));
+    if (tile.empty) // no key tile will come to it; the first one stores
+      std::memset(tile.dq, 0, tile.panels * n.dim_rows * L * sizeof(float));
     for (int64_t g = 0; g < n.group; ++g) tile.dsinks[g] = 0.0;
 
-    float dout_row[256], out_row[256];
-    for (int64_t r = 0; r < tile.panels * L; ++r) {
+    for (int64_t r = rows; r < tile.panels * L; ++r) {
       tile.lse_log2[r] = __builtin_inff(); // exp2(s - inf) = 0: padding and rows that see nothing
       tile.delta[r] = 0.0f;
-      if (r >= rows) continue;
-      const int64_t query_head = head.kv_head * n.group + r % n.group, token = tile.first_token + r / n.group;
-      const float lse = params.lse[(head.batch * shape.query_heads + query_head) * shape.tokens + token];
-      load_row(dout_row, dout.row(first_row + r), shape.value_head_dim, shape.dtype);
-      load_row(out_row, out.row(first_row + r), shape.value_head_dim, shape.dtype);
-      tile.delta[r] = dot(dout_row, out_row, shape.value_head_dim);
-      if (tile.hi[r] > tile.lo[r]) {
-        tile.lse_log2[r] = lse * log2_of_e;
-        tile.checked |= !(std::fabs(tile.lse_log2[r]) < 0x1p22f);
-      }
-      if (params.dsinks != nullptr && params.sinks[query_head] != minus_infinity) // lse may be -inf too: -inf - -inf is NaN
-        tile.dsinks[r % n.group] -= std::exp(double(params.sinks[query_head]) - double(lse)) * double(tile.delta[r]);
     }
-    tile.next_key_tile.store(tile.corners.first.lo / backward_key_tile, std::memory_order_relaxed);
+    for (int64_t g = 0; g < n.group; ++g) {
+      const int64_t query_head = head.kv_head * n.group + g;
+      const float* lse = params.lse + (head.batch * shape.query_heads + query_head) * shape.tokens + tile.first_token;
+      for (int64_t token = 0; token < tile.tokens; ++token) {
+        const int64_t r = token * n.group + g;
+        tile.delta[r] = dot_of_rows(dout.row(first_row + r), out.row(first_row + r), shape.value_head_dim, shape.dtype);
+        const bool sees = tile.hi[r] > tile.lo[r];
+        tile.lse_log2[r] = sees ? lse[token] * log2_of_e : __builtin_inff();
+        tile.checked |= sees && !(std::fabs(tile.lse_log2[r]) < 0x1p22f);
+      }
+      if (params.dsinks == nullptr || params.sinks[query_head] == minus_infinity) continue; // lse may be -inf too: -inf - -inf is NaN
+      for (int64_t token = 0; token < tile.tokens; ++token)
+        tile.dsinks[g] -= std::exp(double(params.sinks[query_head]) - double(lse[token])) * double(tile.delta[token * n.group + g]);
+    }
+    tile.next_key_tile.store(tile.first_key_tile(), std::memory_order_relaxed);
   }
 
   // Elements of q and k from here on ask for checked exponentials.
   static uint16_t element_limit(const BackwardParams& params) {
     return Core::element_limit(params.scale == 0 ? 1.0 : std::fabs(params.scale), params.softcap, params.shape.head_dim);
-  }
-
-  static float dot(const float* a, const float* b, int64_t count) {
-    float sum[16] = {};
-    int64_t i = 0;
-    for (; i + 16 <= count; i += 16)
-      for (int l = 0; l < 16; ++l) sum[l] += a[i + l] * b[i + l];
-    for (int l = 0; i < count; ++i, ++l) sum[l] += a[i] * b[i];
-    for (int half = 8; half > 0; half /= 2)
-      for (int l = 0; l < half; ++l) sum[l] += sum[l + half];
-    return sum[0];
   }
 
   static void keys(const BackwardParams& params, HeadIndex head, int64_t key_tile, std::byte* head_block, std::byte* thread_block) {
@@ -267,9 +261,9 @@ template <class Core> struct Backward {
     const ThreadMemory memory(n, thread_block);
     const int64_t first_key = key_tile * backward_key_tile, end_key = first_key + backward_key_tile;
     const int64_t count = shape.keys < end_key ? shape.keys - first_key : backward_key_tile;
-    bool any = false;
-    for (int64_t i = 0; i < n.tiles && !any; ++i) any = !queries.tiles[i].skipped(first_key, end_key);
-    if (!any) return; // its dk and dv stay as they are
+    int64_t last_tile = 0; // to add to this key tile: the walk goes down
+    while (last_tile < n.tiles && queries.tiles[last_tile].skipped(first_key, end_key)) ++last_tile;
+    if (last_tile == n.tiles) return; // its dk and dv stay as they are
     [[maybe_unused]] typename Core::Session session;
 
     const Rows k = Rows::of(params.k, shape.dtype, head.batch, head.kv_head, 1);
@@ -282,7 +276,7 @@ template <class Core> struct Backward {
 
     const int64_t next_tile = end_key + backward_key_tile <= shape.keys ? end_key : -1;
     bool first = true; // nothing was added to dk and dv yet
-    for (int64_t i = n.tiles - 1; i >= 0; --i) {
+    for (int64_t i = n.tiles - 1; i >= last_tile; --i) {
       QueryTile& tile = queries.tiles[i];
       if (tile.skipped(first_key, end_key)) continue;
       const int64_t lowest = tile.corners.first.lo - first_key, highest = tile.corners.last.hi - first_key;
@@ -292,7 +286,7 @@ template <class Core> struct Backward {
       for (int64_t panel = 0; panel < tile.panels; ++panel)
         for (int64_t key = begin, next; key < end; key = next) {
           next = key + Core::gradient_keys < end ? key + Core::gradient_keys : end;
-          const Upcoming upcoming{dk, dv, k, v, first, i == 0 ? next_tile : -1, key, next - key, panel, tile.panels};
+          const Upcoming upcoming{dk, dv, k, v, first, i == last_tile ? next_tile : -1, key, next - key, panel, tile.panels};
           gradients(params, n, tile, panel, first_key, key, next, stride, checked || tile.checked, memory, upcoming);
         }
       first = false;
@@ -312,8 +306,11 @@ template <class Core> struct Backward {
       for (int64_t panel = 0; panel < tile.panels; ++panel) {
         const Element* ds =
             Core::in_place ? memory.ds_rows + begin * stride + panel * L : memory.ds_depth + (panel * backward_key_tile + begin) * L;
-        Core::template multiply<Update::add>(tile.dq + panel * n.dim_rows * L, L, k_columns, ds, Core::in_place ? stride : L, n.dim_rows,
-                                             end - begin);
+        float* dq = tile.dq + panel * n.dim_rows * L;
+        if (key_tile == tile.first_key_tile())
+          Core::template multiply<Update::store>(dq, L, k_columns, ds, Core::in_place ? stride : L, n.dim_rows, end - begin);
+        else
+          Core::template multiply<Update::add>(dq, L, k_columns, ds, Core::in_place ? stride : L, n.dim_rows, end - begin);
       }
       tile.next_key_tile.store(key_tile + 1, std::memory_order_release);
     }

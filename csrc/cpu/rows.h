@@ -106,6 +106,32 @@ inline void store_row(void* to, const float* from, int64_t count, DType dtype) {
   for (; i < count; ++i) half[i] = float16_of_float(from[i]);
 }
 
+// Of two rows of at most 256 elements, in fp32.
+inline float dot_of_rows(const void* a, const void* b, int64_t count, DType dtype) {
+#if TPK_LEVEL >= TPK_LEVEL_AVX512_BF16
+  if (dtype == DType::bfloat16) {
+    Vec sum = splat(0.0f);
+    for (int64_t i = 0; i < count; i += 32) {
+      const __mmask32 mask = count - i >= 32 ? 0xffffffffu : (1u << (count - i)) - 1u;
+      const __m512i x = _mm512_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(a) + i);
+      const __m512i y = _mm512_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(b) + i);
+      sum = _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)y);
+    }
+    return _mm512_reduce_add_ps(sum);
+  }
+#endif
+  float row_a[256], row_b[256], sum[16] = {};
+  load_row(row_a, a, count, dtype);
+  load_row(row_b, b, count, dtype);
+  int64_t i = 0;
+  for (; i + 16 <= count; i += 16)
+    for (int l = 0; l < 16; ++l) sum[l] += row_a[i + l] * row_b[i + l];
+  for (int l = 0; i < count; ++i, ++l) sum[l] += row_a[i] * row_b[i];
+  for (int half = 8; half > 0; half /= 2)
+    for (int l = 0; l < half; ++l) sum[l] += sum[l + half];
+  return sum[0];
+}
+
 TPK_INLINE bool finite_bits(float x) { return (bits_of_float(x) & 0x7f800000u) != 0x7f800000u; }
 
 // Replaces non-finite elements by 0 and tells whether there were any. A masked probability is exactly 0, and 0 * NaN would leak.
