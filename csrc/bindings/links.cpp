@@ -155,7 +155,7 @@ class PyRing {
     if (from == slot)
       post(transfer, 0, tiles);
     else
-      by_tiles(transfer, 1, [&](uint64_t begin, uint64_t end) { std::memcpy(slot + begin, from + begin, end - begin); });
+      by_tiles(transfer, tiles_of_copy(), [&](uint64_t begin, uint64_t end) { std::memcpy(slot + begin, from + begin, end - begin); });
     step_.advance();
   }
 
@@ -297,6 +297,9 @@ class PyRing {
     posted_at_ = Clock::now();
     ring_->post(transfer.slot, first, end);
   }
+
+  /// Tiles between two posts of a copy: a post waits for every store before it, 0.3 us that a small tile would not take to copy.
+  int tiles_of_copy() const { return static_cast<int>(std::max<uint64_t>(1, (128 << 10) / ring_->geometry().tile_bytes)); }
 
   /// Lets `write(begin, end)` fill the slot some tiles at a time, and posts each time.
   template <class Write> void by_tiles(const Transfer& transfer, int step, Write&& write) {
