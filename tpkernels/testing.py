@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -336,9 +337,10 @@ def _gradient(leaf: Tensor) -> Tensor:
 
 
 def noise(exact: Tensor, dtype: torch.dtype) -> float:
-    """Rounding that nobody can avoid: 2 * max|((x + 0.3) - 0.3) - x| in the tested precision."""
-    rounded = exact.to(dtype)
-    return 2 * _largest((rounded + 0.3) - 0.3 - rounded)
+    """Rounding that nobody can avoid: 2 * max|((x + 0.3) - 0.3) - x| in the tested precision, at the worst that an x of
+    this size can meet, an ulp of max|x| + 0.3. What a few elements meet themselves is luck, and may be 0."""
+    largest = _largest(exact) + 0.3
+    return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(largest)) if math.isfinite(largest) else math.nan
 
 
 def _largest(x: Tensor) -> float:

@@ -101,6 +101,17 @@ def test_a_row_of_scores_that_are_all_minus_infinity_is_not_an_empty_row():
     assert attention_forward(q, k, v, start=1, mask=mask, scale=1.0).out.isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_noise_that_is_allowed_does_not_depend_on_what_few_elements_meet(dtype):
+    ulp = torch.finfo(dtype).eps
+    for x, expected in ((0.0, ulp / 4), (0.19, ulp / 4), (0.25, ulp / 2), (-0.75, ulp), (5.0, 4 * ulp)):
+        assert testing.noise(torch.tensor([x], dtype=torch.float64), dtype) == expected
+    many = torch.linspace(-3, 3, 100_001, dtype=torch.float64).to(dtype)
+    met = 2 * ((many + 0.3) - 0.3 - many).abs().max()
+    assert testing.noise(many.double(), dtype) in (met, met / 2)
+    assert math.isnan(testing.noise(torch.tensor([1.0, float("inf")]), dtype))  # nothing is within it
+
+
 def test_it_refuses_to_promise_slice_invariance():
     q = torch.randn(1, 3, 1, 8)
     with pytest.raises(ValueError, match=r"reference refuses.*deterministic.*slice invariance"):

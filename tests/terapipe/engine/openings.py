@@ -78,6 +78,7 @@ ALONE = {
 def openings(rank: int, ranks: int) -> dict[str, Any]:
     """(seconds, what was heard, what of links is left) by case; last of a rank without a descriptor for the group of
     all, and of the same ranks once it has some."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background has it ignored
     heard: dict[str, Any] = {name: _outcome(case, rank, ranks) for name, case in (AGREED | ALONE).items()}
     dist.barrier()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
