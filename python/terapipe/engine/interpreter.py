@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from terapipe.engine.batch import Batch
-from terapipe.engine.stage import Stage
+from terapipe.engine.stage import Stage, write_count
 from terapipe.layer import Norm
 from terapipe.schedule import Action, Schedule, Transfer, sent_by, taken_by
 from terapipe.schedule import Link as PlannedLink
@@ -74,6 +74,7 @@ class _Put:
     def __init__(self, hop: _Hop | None) -> None:
         self._hop, self.posted_at = hop, 0.0
         self.total: Tensor | None = None
+        self._version = 0
 
     def sum(self, x: Tensor, residual: Tensor) -> Tensor:
         assert self._hop is not None
@@ -81,8 +82,21 @@ class _Put:
             return x + residual
         link = self._hop.link
         self.total = link.put_sum(self._hop.key, x, residual)
+        self._version = write_count(self.total)
         self.posted_at = link.posted_at
         return self.total
+
+    def check(self, output: Tensor, stage: int) -> None:
+        """ValueError unless the stage returned the sum, as it went."""
+        assert self.total is not None
+        same = output.data_ptr() == self.total.data_ptr()
+        if same and write_count(self.total) == self._version:
+            return
+        done = "wrote in place to" if same else "returned something else than"
+        raise ValueError(
+            f"the last layer of stage {stage} {done} the sum that `out` gave it, which the next stage already reads; "
+            "let it return that sum as it is, or set its adds_out to False."
+        )
 
 
 class RankProgram:
@@ -184,11 +198,8 @@ class RankProgram:
             if hops.puts is not None:
                 if put.total is None:
                     hops.puts.link.put(hops.puts.key, output)
-                elif output.data_ptr() != put.total.data_ptr():
-                    raise ValueError(
-                        f"the last layer of stage {action.stage} returned something else than the sum that `out` gave "
-                        "it, which the next stage already reads; let it return that sum, or set its adds_out to False."
-                    )
+                else:
+                    put.check(output, action.stage)
                 self.sent[hops.puts.transfer] = (computed, time.perf_counter())
             else:
                 neighbour = action.stage + (1 if action.is_forward else -1)

@@ -140,7 +140,7 @@ class Stage:
             if entry is not None and layer is self._entered:
                 told["entry"] = entry
             # A hook may put something else in the place of the sum, which is on its way by then.
-            if out is not None and layer is self._adds_out and not self.last and not layer._forward_hooks:
+            if out is not None and layer is self._adds_out and not self.last and not _hooked(layer):
                 told["out"] = out
             x = one_tensor(layer(x, cache, mask, positions, **told), name)
         return self.loss(x, batch.targets[:, tokens]) if self.last else x
@@ -240,6 +240,16 @@ class Stage:
                 cache.reset()
         self._free.append(caches)
         self._masks.pop(micro, None)
+
+
+def _hooked(layer: nn.Module) -> bool:
+    """Whether a forward hook sees, and may replace, what the layer returns."""
+    return bool(layer._forward_hooks or nn.modules.module._global_forward_hooks)
+
+
+def write_count(x: Tensor) -> int:
+    """How often `x` was written to, as far as it counts."""
+    return 0 if x.is_inference() else x._version
 
 
 def one_tensor(x: object, name: str) -> Tensor:

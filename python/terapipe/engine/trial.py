@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from terapipe.engine.batch import KnownIds
 from terapipe.engine.failure import words
 from terapipe.engine.loss import cross_entropy_sum
-from terapipe.engine.stage import Stage, one_tensor
+from terapipe.engine.stage import Stage, one_tensor, write_count
 from tpkernels import Mask
 
 
@@ -39,13 +39,13 @@ def try_out(stage: Stage, *, hidden_size: int) -> KnownIds:
                     "recompute=True needs (see PrefixCache.recomputing); add it, or leave recompute out."
                 )
             what = f"{_described(x)} (hidden_size is {hidden_size}, dtype {stage.dtype})"
-            given_x, version = x, _version(x)
+            given_x, version = x, write_count(x)
             try:
                 x = layer(x, cache, Mask(), torch.zeros_like(ids))
             except Exception as error:
                 raise ValueError(f"layer {name!r} cannot run on {what}: {words(error)}") from error
             one_tensor(x, name)
-            if given_x is first and _version(given_x) != version:
+            if given_x is first and write_count(given_x) != version:
                 raise ValueError(
                     f"layer {name!r} writes to its input in place, and begins a stage, whose input must stay as it was "
                     "handed over; leave inplace=True out of it, or cut the stages elsewhere."
@@ -107,11 +107,6 @@ def _undisturbed(layers: Iterable[nn.Module], device: torch.device) -> Iterator[
         finally:
             for module, mode in modes:
                 module.training = mode
-
-
-def _version(x: Tensor) -> int:
-    """How often `x` was written to, as far as it counts."""
-    return 0 if x.is_inference() else x._version
 
 
 def _described(x: Tensor) -> str:

@@ -162,6 +162,16 @@ def test_a_stage_that_returns_something_else_than_the_sum_it_handed_on_is_refuse
         run_together(programs)
 
 
+def test_a_stage_that_writes_to_the_sum_it_handed_on_is_refused() -> None:
+    """The next stage would read it before, after or between."""
+    schedule = terapipe(2, 1, 1)
+    programs = _programs(schedule, [])
+    programs[0].stages[0].forward = lambda *_, out, **__: out(torch.ones(()), torch.ones(())).mul_(2)  # type: ignore
+    _begin(programs, schedule, torch.tensor(1.0))
+    with pytest.raises(ActionError, match=r"0F0\.0: the last layer of stage 0 wrote in place to the sum"):
+        run_together(programs)
+
+
 def test_a_sum_is_handed_on_once_though_a_backward_makes_it_again() -> None:
     """As under activation checkpointing."""
     schedule, again = terapipe(2, 1, 1), []

@@ -190,7 +190,8 @@ def test_an_input_that_nothing_differentiates_gets_a_zero_gradient() -> None:
     assert float(stage.layers["plain"].weight.grad) == 16.0
 
 
-def test_a_last_layer_with_a_hook_on_what_it_returns_hands_on_what_the_hook_makes_of_it() -> None:
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_last_layer_with_a_hook_on_what_it_returns_hands_on_what_the_hook_makes_of_it(everywhere: bool) -> None:
     config = ModelConfig(vocab=9, hidden=8, layers=1, heads=2, max_tokens=6)
     block = layers(config)["blocks.0"]()
     settings = {"first": False, "last": False, "loss": None, "device": CPU, "dtype": torch.float32}
@@ -204,8 +205,12 @@ def test_a_last_layer_with_a_hook_on_what_it_returns_hands_on_what_the_hook_make
 
     stage.forward(0, 0, torch.ones(2, 3, 8), BATCH, out=out)
     stage.discard()
-    block.register_forward_hook(lambda *call: 2 * call[2])
-    output = stage.forward(0, 0, torch.ones(2, 3, 8), BATCH, out=out)
+    register = nn.modules.module.register_module_forward_hook if everywhere else block.register_forward_hook
+    handle = register(lambda module, _, given: 2 * given if module is block else None)
+    try:
+        output = stage.forward(0, 0, torch.ones(2, 3, 8), BATCH, out=out)
+    finally:
+        handle.remove()
     assert output is not None and len(sums) == 1 and torch.equal(output, 2 * sums[0])
 
 
