@@ -2,8 +2,6 @@
 // Trap: padding lanes see nothing, but they must not make a tile partial, so they stay out of the panel's corners.
 #pragma once
 
-#include <algorithm>
-
 #include "arena.h"
 #include "rows.h"
 #include "tpk/tiling.h"
@@ -30,9 +28,8 @@ inline PanelIntervals panel_intervals(const MaskIntervals& mask, int64_t batch, 
   for (; r < rows; ++token, end += group) {
     KeyInterval interval = mask.of(batch, token);
     if (interval.hi <= interval.lo) interval.hi = interval.lo;
-    if (r == 0) corners = {interval, interval};
-    corners.first = {std::min(corners.first.lo, interval.lo), std::min(corners.first.hi, interval.hi)};
-    corners.last = {std::max(corners.last.lo, interval.lo), std::max(corners.last.hi, interval.hi)};
+    if (r == 0) corners.first = interval;
+    corners.last = interval; // the ends never decrease
     empty &= interval.hi == interval.lo;
     for (; r < end && r < rows; ++r) {
       lo[r] = int32_t(interval.lo);

@@ -298,6 +298,19 @@ def test_nan_in_a_query_stays_in_its_row(backend):
     assert dq[0, 70, 1].isnan().all() and dq[0][rest].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nan_in_a_sink_stays_in_its_head(dtype, backend):
+    """The scores are finite: only lse tells the backward."""
+    q, k, v = leaves((1, 70, 4, 16), (1, 70, 2, 16), (1, 70, 2, 16), dtype=dtype)
+    sinks = torch.tensor([0.0, math.nan, 1.0, 2.0], requires_grad=True)
+    out, lse = prefix_attention(q, k, v, sinks=sinks, backend=backend, return_lse=True)
+    dq, dk, dv, dsinks = grads(out, torch.ones_like(out), q, k, v, sinks)
+    for x, head in ((out, 1), (dq, 1), (dk, 0), (dv, 0), (lse.mT, 1), (dsinks[None], 1)):
+        heads = x.movedim(2 if x.ndim == 4 else -1, 0)
+        assert heads[head].isnan().all()
+        assert heads[head + 1 :].isfinite().all() and heads[:head].isfinite().all()
+
+
 def test_infinite_scores(backend):
     """A key with score -inf has no weight; one with +inf gives NaN, as softmax does."""
     q, k, v = torch.ones(1, 2, 1, 2), torch.zeros(1, 2, 1, 2), torch.randn(1, 2, 1, 2)
