@@ -264,6 +264,19 @@ def test_nan_in_a_query_stays_in_its_row(leaves):
     assert dq[0, 40, 1].isnan().all() and dq[0][rest].isfinite().all()
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_nan_in_a_sink_stays_in_its_head(deterministic, leaves, device):
+    """The scores are finite: only lse tells the backward."""
+    q, k, v = leaves((1, 40, 4, 16), (1, 40, 2, 16), (1, 40, 2, 16))
+    sinks = torch.tensor([0.0, math.nan, 1.0, 2.0], device=device, requires_grad=True)
+    out = attend(q, k, v, sinks=sinks, deterministic=deterministic)
+    dq, dk, dv, dsinks = grads(out, torch.ones_like(out), q, k, v, sinks)
+    for x, head in ((out, 1), (dq, 1), (dk, 0), (dv, 0), (dsinks[None], 1)):
+        heads = x.movedim(2 if x.ndim == 4 else -1, 0)
+        assert heads[head].isnan().all()
+        assert heads[head + 1 :].isfinite().all() and heads[:head].isfinite().all()
+
+
 @pytest.mark.parametrize("keys", [2, 70], ids=["one tile", "a tile of them"])
 def test_infinite_scores(keys, device):
     """A key with score -inf has no weight, also when a whole tile of keys has it; one with +inf gives NaN, as does a
