@@ -21,12 +21,10 @@ BF16, FP16 = torch.bfloat16, torch.float16
 def _runs() -> list[tuple[AttentionCase, torch.dtype, bool]]:
     """(case, dtype, deterministic): the grid of all backends at the head_dims of the kernels, each case twice.
 
-    Not the one with a single key, whose exact gradients are zero (below). Sinks get eight heads: dsinks is one number a
-    head, and of two numbers the yardstick may be right by luck.
+    Not the one with a single key, whose exact gradients are zero (below).
     """
     runs = []
     cases = [dataclasses.replace(case, head_dim=64, value_head_dim=None) for case in testing.CASES if case.keys > 1]
-    cases = [dataclasses.replace(case, query_heads=8, kv_heads=2) if case.sinks else case for case in cases]
     for index, case in enumerate(dict.fromkeys(cases)):
         wide = dataclasses.replace(case, head_dim=128)
         bf16, deterministic = index % 2 == 0, index // 2 % 2 == 0
