@@ -77,6 +77,10 @@ def test_a_wrong_preload_is_refused():
     accumulator = cache.require_accumulator()
     with pytest.raises(ValueError, match=r"dv is \[1, 2, 2, 4\].*\[1, n, 2, 4\] with the same n <= 12"):
         accumulator.preload(torch.zeros(1, 3, 2, 4), torch.zeros(1, 2, 2, 4))
+    with pytest.raises(ValueError, match=r"dk is \[1, 13, 2, 4\]"):
+        accumulator.preload(torch.zeros(1, 13, 2, 4), torch.zeros(1, 13, 2, 4))
+    accumulator.preload(torch.zeros(1, cache.capacity, 2, 4), torch.zeros(1, cache.capacity, 2, 4))
+    accumulator.reset()
     accumulator.preload(torch.zeros(1, 9, 2, 4), torch.zeros(1, 9, 2, 4))
     out = forward(cache, [3])[0]
     with pytest.raises(ValueError, match=r"9 rows were preloaded.*holds 3 tokens"):
@@ -88,6 +92,10 @@ def test_a_wrong_preload_is_refused():
 def test_an_accumulator_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"accumulator dk is \[1, 8, 2, 4\].*needs \[1, 12, 2, 4\]"):
         PrefixCache(1, 12, 2, 4, accumulator=GradientAccumulator(1, 8, 2, 4))
+    cache = PrefixCache(1, 12, 2, 4)
+    cache.accumulator = GradientAccumulator(1, 8, 2, 4)
+    with pytest.raises(ValueError, match=r"accumulator dk is \[1, 8, 2, 4\]"):
+        cache.require_accumulator()
     with pytest.raises(ValueError, match=r"float32.*needs.*float64"):
         PrefixCache(1, 12, 2, 4, dtype=torch.float64, accumulator=GradientAccumulator(1, 12, 2, 4))
     with pytest.raises(ValueError, match=r"sums over slices need torch.float32"):
@@ -95,6 +103,7 @@ def test_an_accumulator_that_does_not_fit_is_refused():
     for make in (PrefixCache, GradientAccumulator):
         with pytest.raises(ValueError, match=f"{make.__name__}: capacity is -1"):
             make(1, -1, 2, 4)
+        make(0, 0, 0, 0)
 
 
 def test_bytes_are_counted_apart():

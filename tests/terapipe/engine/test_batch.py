@@ -79,3 +79,11 @@ def test_only_one_negative_target_means_none(wrong: int) -> None:
         Batch(TOKENS, TARGETS.where(TOKENS != 6, wrong)).check_ids(KnownIds(12, 12))
     with pytest.raises(ValueError, match=f"token id {wrong} "):
         Batch(TOKENS.where(TOKENS != 6, wrong), TARGETS).check_ids(KnownIds(12, 12))
+
+
+def test_the_id_that_is_named_is_the_first_wrong_one_not_a_good_one_before_it() -> None:
+    tokens, targets = torch.tensor([[0, 10], [-3, 11]]), torch.tensor([[-100, 0], [-1, 11]])
+    with pytest.raises(ValueError, match=r"token id -3 \(sequence 1, position 0\)"):
+        Batch(tokens, targets).check_ids(KnownIds(tokens=11))
+    with pytest.raises(ValueError, match=r"target id -1 \(sequence 1, position 0\)"):
+        Batch(tokens, targets).check_ids(KnownIds(targets=11))
