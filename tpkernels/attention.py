@@ -83,7 +83,7 @@ def prefix_attention(
         hold all keys, any number, and the last query sees the last key (start = keys - tokens, as flash-attn >= 2.1).
     mask: see Mask; scale: default head_dim ** -0.5; softcap: scores become softcap * tanh(score / softcap); sinks
         [query_heads]: adds exp(sink) to the softmax denominator, with a gradient in fp32.
-    Scores are fp32: what they lose from 1e5 on their gradients lose too, and from about 1e9 on the result is NaN.
+    Scores are fp32: what they lose from 1e5 on their gradients lose too, and from about 1e9 on a row may be NaN.
     deterministic: any slicing gives bitwise the same out, lse and dq; see invariance_unit for dk and dv.
     backend: a name of the registry, else TPK_BACKEND, else the first that fits.
 

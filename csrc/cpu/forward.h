@@ -231,7 +231,10 @@ template <class Core> struct Forward {
       const int64_t row = panel * L + r, token = first_token + row / group, query_head = head.kv_head * group + row % group;
       float* lse = params.lse + (head.batch * shape.query_heads + query_head) * shape.tokens + token;
       const bool sees = memory.hi[row] > memory.lo[row];
-      const float top = memory.reference[row], sum = memory.sum[row];
+      const float top = memory.reference[row];
+      // Beside scores beyond 1e9 the rounding of the reference alone is worth hundreds of octaves.
+      const bool lost = finite_bits(top) && !(memory.sum[row] > 0x1p-100f && memory.sum[row] < 0x1p100f);
+      const float sum = lost ? __builtin_nanf("") : memory.sum[row];
       if (params.sinks != nullptr) {
         const double sink = params.sinks[query_head];
         if (!sees) {

@@ -61,6 +61,27 @@ def test_probabilities_too_small_to_be_normal_count_as_zero(level):
     assert (torch.tensor([1e-39]) * 0.5).item() > 0  # the caller's arithmetic is as before
 
 
+@pytest.mark.parametrize("level", LEVELS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("power", [6, 10, 11, 12, 20, 30])
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_a_row_whose_scores_are_past_fp32_is_right_or_nan_never_something_else(power, with_sink, dtype, level):
+    """Rounding the reference of 1e11 costs hundreds of octaves: rows were 0, or had the lse of an empty one."""
+    q, k, v = (torch.randn(40, 17, 1, 16) for _ in range(3))
+    k[:, 1, 0, 6] = 10.0**power * (1 + torch.rand(40))
+    q, k, v = (x.to(dtype).requires_grad_() for x in (q.abs(), k, v))
+    sinks = torch.zeros(1) if with_sink else None
+    out, lse = prefix_attention(q, k, v, sinks=sinks, backend="cpu", return_lse=True)
+    (dq,) = torch.autograd.grad(out, q, torch.ones_like(out))
+    lost, rows, value = lse[:, 0, 1:].isnan(), out.detach()[:, 1:, 0], v.detach()[:, 1:2, 0].expand(-1, 16, -1)
+    if level == "baseline" or power == 6:  # without fma the reference rounds as the scores do
+        assert not lost.any()
+    else:
+        assert lost.any() and (power < 20 or lost.all())
+    assert rows[lost].isnan().all() and dq[:, 1:, 0][lost].isnan().all()
+    torch.testing.assert_close(rows[~lost], value[~lost], rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("wrong", ["avx", "AVX512", "neon", "amx"])
 def test_an_unusable_level_is_an_error_that_names_the_usable_ones(wrong, monkeypatch):
     monkeypatch.setenv("TPK_CPU_ISA", wrong)
