@@ -185,6 +185,19 @@ def test_a_token_file_is_mapped_and_split(tmp_path: Path, dtype: str) -> None:
     assert torch.equal(batch.targets[ends], torch.full_like(batch.targets[ends], NO_TARGET))
 
 
+def test_the_shortest_token_file_holds_one_sequence_of_each_kind(tmp_path: Path) -> None:
+    path = tmp_path / "short.bin"
+    np.arange(22, dtype=np.uint16).tofile(path)
+    data = token_file(path, tokens=10, vocab=22)
+    assert data.held_out is not None and len(data.training.ids) == len(data.held_out.ids) == 11
+    assert data.train(0).tokens.tolist() == [list(range(10))]  # one sequence a batch, if nothing else is said
+    assert data.validation(0).targets.tolist() == [list(range(12, 22))]
+    with pytest.raises(ValueError, match=r"holds 22 tokens.*of 11 need 24"):
+        token_file(path, tokens=11, vocab=22)
+    with pytest.raises(ValueError, match="token id 20 at position 20 of"):
+        token_file(path, validation=path, tokens=10, vocab=20)  # the lowest that it lacks, not the highest
+
+
 def test_synthetic_tokens_can_be_learned_and_only_so_far() -> None:
     data = Synthetic(tokens=4000, vocab=40)
     successors: dict[int, set[int]] = {}
